@@ -1,0 +1,1 @@
+"""GraniKV: LLM serving for agents that share long prefixes."""

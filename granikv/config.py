@@ -1,0 +1,84 @@
+"""Engine configuration: plain data, validated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from granikv.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a decoder-only transformer (Llama, Mistral, Qwen2, Qwen2.5, Qwen3)."""
+
+    architecture: str  # one of granikv.models.ARCHITECTURES
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int  # longest context, tokens
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: dict | None = None  # Hugging Face's dictionary (llama3, linear) or None
+    tie_embeddings: bool = False
+    attention_bias: bool = False  # Qwen2 and Qwen2.5: bias on q, k, v
+    qk_norm: bool = False  # Qwen3: RMSNorm per head on q and k before rope
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_qo_heads % self.num_kv_heads:
+            raise InvalidArgument(
+                "num_qo_heads", self.num_qo_heads, f"a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+
+    @property
+    def gqa_group_size(self) -> int:
+        return self.num_qo_heads // self.num_kv_heads
+
+    def kv_bytes_per_token(self, dtype_bytes: int = 4) -> int:
+        """Bytes of K and V of one token over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes and policies of one engine. Lengths are in tokens."""
+
+    model: str | Path | None = None  # GGUF file or Hugging Face folder; None: the embedded model
+    dtype: str = "float32"
+    capacity_tokens: int = 65536  # KV arena, one padding slot included
+    max_requests: int = 256  # rows of the request table: running at once
+    max_seq_len: int = 0  # 0: the model's context
+    max_num_batched_tokens: int = 512  # rows of one step
+    max_queued_requests: int = 4096
+    min_extent_tokens: int = 256  # shorter shared prefixes stay COLD
+    recency_window_s: float = 30.0  # a prefix used this recently counts as shared by a newcomer
+    max_move_tokens: int = 8192  # promotion copies per step
+    enable_prefix_caching: bool = True
+    prefix_layout: str = "asymmetric"  # or "uniform": 16-token pages, the baseline
+    async_depth: int = 1
+    num_threads: int = 0  # 0: torch's default
+    profile: str | None = None  # hardware profile, JSON; None: measured at first start, cached
+    debug_checks: bool = False  # conservation and finite-logit checks every step
+    extra: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, lowest in (
+            ("capacity_tokens", 2),
+            ("max_requests", 1),
+            ("max_num_batched_tokens", 1),
+            ("max_queued_requests", 1),
+            ("min_extent_tokens", 1),
+            ("max_move_tokens", 0),
+        ):
+            if getattr(self, name) < lowest:
+                raise InvalidArgument(name, getattr(self, name), f"at least {lowest}")
+        if self.async_depth not in (0, 1):
+            raise InvalidArgument("async_depth", self.async_depth, "0 or 1")
+        if self.prefix_layout not in ("asymmetric", "uniform"):
+            raise InvalidArgument("prefix_layout", self.prefix_layout, "'asymmetric' or 'uniform'")

@@ -1,0 +1,61 @@
+"""Errors that cross a public boundary.
+
+Each carries the code of the serving contract, so that a front end never has to guess it from text.
+"""
+
+from __future__ import annotations
+
+
+class GraniKVError(Exception):
+    """Base class. `code` is the code a Triton client sees."""
+
+    code = "INTERNAL"
+
+
+class InvalidArgument(GraniKVError, ValueError):
+    """A field of a request or of a configuration is wrong; names field, value and limit."""
+
+    code = "INVALID_ARG"
+
+    def __init__(self, name: str, got: object, expected: str):
+        super().__init__(f"{name}: expected {expected}, got {got!r}")
+        self.name, self.got, self.expected = name, got, expected
+
+    def __reduce__(self):
+        return type(self), (self.name, self.got, self.expected)
+
+
+class Unsupported(GraniKVError):
+    """A known feature that this build does not serve."""
+
+    code = "UNSUPPORTED"
+
+
+class AlreadyExists(GraniKVError):
+    """A live request has the same id."""
+
+    code = "ALREADY_EXISTS"
+
+
+class NotFound(GraniKVError):
+    """A named thing does not exist."""
+
+    code = "NOT_FOUND"
+
+
+class Unavailable(GraniKVError):
+    """Queue full, shutting down, or a needed process is dead."""
+
+    code = "UNAVAILABLE"
+
+
+class ModelFileError(GraniKVError):
+    """A model file is missing, truncated, corrupt or of an unknown kind; names the file."""
+
+    code = "INVALID_ARG"
+
+
+class ArenaExhausted(GraniKVError):
+    """No free token slots, even after eviction. The scheduler preempts on it."""
+
+    code = "UNAVAILABLE"
