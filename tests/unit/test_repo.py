@@ -1,0 +1,69 @@
+"""The repository keeps its own rules: file sizes, executable scripts, no shells of files."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def check_sizes():
+    spec = importlib.util.spec_from_file_location(
+        "check_sizes", ROOT / "build_scripts" / "check_sizes.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_no_source_file_is_far_over_its_limit(check_sizes):
+    over = [entry for entry in check_sizes.oversized() if entry[1] > entry[2] * 1.1]
+    assert over == []
+
+
+def test_check_sizes_reports_long_files_and_knows_model_py(check_sizes, tmp_path):
+    package = tmp_path / "granikv"
+    package.mkdir()
+    (package / "long.py").write_text("x = 1\n" * 401)
+    (package / "short.py").write_text("x = 1\n" * 400)
+    stub = tmp_path / "model_repository" / "granikv" / "1"
+    stub.mkdir(parents=True)
+    (stub / "model.py").write_text("x = 1\n" * 151)
+    assert [
+        (str(path), lines, limit) for path, lines, limit in check_sizes.oversized(tmp_path)
+    ] == [
+        ("granikv/long.py", 401, 400),
+        ("model_repository/granikv/1/model.py", 151, 150),
+    ]
+
+
+@pytest.mark.parametrize("name", [".ci/run", "build_scripts/find_python.sh"])
+def test_scripts_are_executable(name):
+    assert os.access(ROOT / name, os.X_OK)
+
+
+def test_makefile_has_the_targets_users_rely_on():
+    text = (ROOT / "Makefile").read_text()
+    for target in ("demo", "serve", "test", "lint", "typecheck", "clean"):
+        assert re.search(rf"^{target}:", text, re.MULTILINE), target
+
+
+def test_constraints_are_plain_pins():
+    lines = (ROOT / "build_scripts" / "constraints-cpu.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert "numpy==1.26.4" in pins
+    for line in pins:
+        assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", line), line
+
+
+def test_relative_links_in_the_documents_lead_somewhere():
+    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
