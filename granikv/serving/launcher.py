@@ -1,0 +1,359 @@
+"""Starts Triton, proves it with an inference, supervises it: `python -m granikv.serving.launcher`.
+
+Triton neither notices nor reports a killed Python stub, and its open streams would wait for ever.
+So the launcher watches server, stub and engine by pidfd; when one dies it kills the server (its
+clients see UNAVAILABLE at once), removes what is left, and starts again. SIGTERM drains and exits 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from granikv.errors import GraniKVError, InvalidArgument, Unavailable
+from granikv.serving.settings import default_python, parse_assignments
+from granikv.serving.tritonserver import (
+    ServerAddress,
+    find_model_repository,
+    find_tritonserver,
+    server_command,
+    server_environment,
+)
+
+EXIT_TIMEOUT_S = 10
+MODEL = "granikv"
+
+
+def _signal_pid(pid: int | None, number: int) -> None:
+    if pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+class ServerHandle:
+    """One server at a time, on fixed ports. `start`, `wait_for_death`, `kill`, `stop`.
+
+    env: extra variables for the server; the engine's settings are among them (settings.py).
+    """
+
+    def __init__(
+        self,
+        address: ServerAddress,
+        model_repository: Path | None = None,
+        engine_config: dict | None = None,
+        env: dict[str, str] | None = None,
+        log_path: Path | None = None,
+        start_timeout_s: float = 900.0,
+    ):
+        self.address = address
+        self.model_repository = model_repository or find_model_repository()
+        self.run_dir = Path(tempfile.mkdtemp(prefix="granikv_"))
+        self.env = {"GRANIKV_PYTHON": default_python(), **(env or {})}
+        self.env["GRANIKV_RUN_DIR"] = str(self.run_dir)
+        if engine_config:
+            self.env["GRANIKV_ENGINE_CONFIG"] = json.dumps(engine_config)
+        self.log_path = log_path
+        self.start_timeout_s = start_timeout_s
+        self.process: subprocess.Popen | None = None
+        self.shm_prefix = ""
+        self.num_starts = 0
+        self.restarted = threading.Event()
+        self.stop_requested = threading.Event()
+
+    # --- start
+
+    def start(self) -> None:
+        """Returns when a real inference was answered. Raises InvalidArgument or Unavailable."""
+        self._check_ports()
+        for name in ("stub.pid", "engine.pid"):
+            (self.run_dir / name).unlink(missing_ok=True)
+        self.shm_prefix = f"granikv_{os.getpid()}_{uuid.uuid4().hex[:8]}_"
+        installation = find_tritonserver(self.run_dir / "home")
+        command = server_command(
+            installation, self.model_repository, self.address, self.shm_prefix, EXIT_TIMEOUT_S
+        )
+        log = open(self.log_path, "ab") if self.log_path else None  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command,
+            env=server_environment(self.env),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT if log else None,
+            start_new_session=True,
+        )
+        if log:
+            log.close()
+        try:
+            self._wait_until_served()
+        except BaseException:
+            self.kill()
+            raise
+        self.num_starts += 1
+
+    def _check_ports(self) -> None:
+        """A server that was just stopped may hold its ports for a moment."""
+        names = ("http_port", "grpc_port", "metrics_port")
+        for name in names:
+            port = getattr(self.address, name)
+            deadline = time.monotonic() + (5.0 if self.num_starts else 0.0)
+            while True:
+                with socket.socket() as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    try:
+                        probe.bind((self.address.host, port))
+                        break
+                    except OSError as error:
+                        if time.monotonic() > deadline:
+                            expected = f"a free port of {self.address.host} ({error.strerror})"
+                            raise InvalidArgument(name, port, expected) from None
+                time.sleep(0.1)
+
+    def _wait_until_served(self) -> None:
+        assert self.process is not None
+        deadline = time.monotonic() + self.start_timeout_s
+        url = f"{self.address.http_url}/v2/health/ready"
+        while time.monotonic() < deadline and not self.stop_requested.is_set():
+            if self.process.poll() is not None:
+                where = f"; see {self.log_path}" if self.log_path else ""
+                code = self.process.returncode
+                raise Unavailable(f"tritonserver ended with code {code} while starting{where}")
+            try:
+                urllib.request.urlopen(url, timeout=2).close()
+                self.probe(max(1.0, deadline - time.monotonic()))
+                return
+            except (OSError, Unavailable):
+                time.sleep(0.05)
+        raise Unavailable(f"the server did not answer within {self.start_timeout_s} s")
+
+    def probe(self, timeout_s: float = 30.0) -> str:
+        """One inference of one token. Raises Unavailable."""
+        body = {"id": f"granikv-probe-{uuid.uuid4().hex}", "text_input": "ready?", "max_tokens": 1}
+        request = urllib.request.Request(
+            f"{self.address.http_url}/v2/models/{MODEL}/generate", json.dumps(body).encode()
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                return json.load(response)["text_output"]
+        except urllib.error.HTTPError as error:
+            raise Unavailable(f"probe: {error.read().decode(errors='replace')}") from None
+        except (OSError, KeyError, ValueError) as error:
+            raise Unavailable(f"probe: {error}") from None
+
+    # --- supervision
+
+    def read_pid(self, name: str) -> int | None:
+        """name: "stub" or "engine"; None before it has started."""
+        try:
+            return int((self.run_dir / f"{name}.pid").read_text())
+        except (OSError, ValueError):
+            return None
+
+    @property
+    def pids(self) -> dict[str, int]:
+        found = {"stub": self.read_pid("stub"), "engine": self.read_pid("engine")}
+        if self.process is not None:
+            found["server"] = self.process.pid
+        return {name: pid for name, pid in found.items() if pid}
+
+    def wait_for_death(self) -> str | None:
+        """Name of the first process that dies, or None when a stop was asked for."""
+        poller = select.poll()
+        names: dict[int, str] = {}
+        try:
+            for name, pid in self.pids.items():
+                try:
+                    names[os.pidfd_open(pid)] = name
+                except ProcessLookupError:
+                    return name
+            for descriptor in names:
+                poller.register(descriptor, select.POLLIN)
+            while not self.stop_requested.is_set():
+                for descriptor, _ in poller.poll(200):
+                    return names[descriptor]
+            return None
+        finally:
+            for descriptor in names:
+                os.close(descriptor)
+
+    def kill(self) -> None:
+        """SIGKILL to the server and what it started; its shared memory files go too."""
+        pids = self.pids
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+        _signal_pid(pids.get("stub"), signal.SIGKILL)
+        _signal_pid(pids.get("engine"), signal.SIGKILL)
+        self._clean()
+
+    def _clean(self) -> None:
+        for name in ("stub.pid", "engine.pid"):
+            (self.run_dir / name).unlink(missing_ok=True)
+        if self.shm_prefix:
+            for path in Path("/dev/shm").glob(f"{self.shm_prefix}*"):
+                path.unlink(missing_ok=True)
+
+    def stop(self) -> int:
+        """Drain and stop; returns the server's exit code (-9 when it had to be killed)."""
+        self.stop_requested.set()
+        if self.process is None:
+            self.close()
+            return 0
+        _signal_pid(self.read_pid("engine"), signal.SIGTERM)
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            code = self.process.wait(EXIT_TIMEOUT_S + 10)
+        except subprocess.TimeoutExpired:
+            code = -signal.SIGKILL
+        self.kill()
+        self.close()
+        return code
+
+    def close(self) -> None:
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+
+    def supervise(self, max_restarts: int) -> int:
+        """Restart what dies until a stop is asked for. Returns the exit code of the launcher."""
+        backoff_s = 0.5
+        restarts = 0
+        while True:
+            started = time.monotonic()
+            dead = self.wait_for_death()
+            if dead is None:
+                return 0
+            self.kill()
+            print(f"granikv: the {dead} process died; server killed", file=sys.stderr, flush=True)
+            if time.monotonic() - started > 60:
+                restarts, backoff_s = 0, 0.5
+            while not self.stop_requested.is_set():
+                if restarts >= max_restarts:
+                    return 1
+                restarts += 1
+                try:
+                    self.start()
+                    self.restarted.set()
+                    print(self.ready_line(), flush=True)
+                    break
+                except GraniKVError as error:
+                    print(f"granikv: restart failed: {error}", file=sys.stderr, flush=True)
+                    self.stop_requested.wait(backoff_s)
+                    backoff_s = min(2 * backoff_s, 30.0)
+
+    def ready_line(self) -> str:
+        pids = " ".join(f"{name}={pid}" for name, pid in sorted(self.pids.items()))
+        address = self.address
+        return (
+            f"READY model={MODEL} http={address.http_url} grpc={address.grpc_url} "
+            f"metrics={address.metrics_url} {pids}"
+        )
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports that were free a moment ago, all different."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for item in sockets:
+            item.bind((host, 0))
+        return [item.getsockname()[1] for item in sockets]
+    finally:
+        for item in sockets:
+            item.close()
+
+
+@contextlib.contextmanager
+def running_server(
+    engine_config: dict | None = None,
+    *,
+    address: ServerAddress | None = None,
+    supervised: bool = True,
+    max_restarts: int = 3,
+    **handle_arguments,
+) -> Iterator[ServerHandle]:
+    """A server on free ports that is ready on entry and stopped on exit.
+
+    supervised: a thread restarts it when one of its processes dies.
+    """
+    handle = ServerHandle(
+        address or ServerAddress("127.0.0.1", *free_ports(3)),
+        engine_config=engine_config,
+        **handle_arguments,
+    )
+    try:
+        handle.start()
+    except BaseException:
+        handle.close()
+        raise
+    thread = None
+    if supervised:
+        thread = threading.Thread(target=handle.supervise, args=(max_restarts,), daemon=True)
+        thread.start()
+    try:
+        yield handle
+    finally:
+        handle.stop_requested.set()
+        if thread is not None:
+            thread.join()
+        handle.stop()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="granikv.serving.launcher", description=__doc__)
+    parser.add_argument("--model", help="GGUF file or Hugging Face folder; the embedded model")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--http-port", type=int, default=8000)
+    parser.add_argument("--grpc-port", type=int, default=8001)
+    parser.add_argument("--metrics-port", type=int, default=8002)
+    parser.add_argument("--model-repository", type=Path)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--engine-class", help="module:Class of the engine")
+    parser.add_argument("--log", type=Path, help="file for the server's output")
+    parser.add_argument("--max-restarts", type=int, default=5)
+    parser.add_argument("--no-restart", action="store_true", help="exit 1 when a process dies")
+    options = parser.parse_args(arguments)
+    try:
+        engine_config = parse_assignments(options.set)
+        if options.model:
+            engine_config["model"] = str(Path(options.model).resolve())
+        env = {"GRANIKV_ENGINE_CLASS": options.engine_class} if options.engine_class else {}
+        handle = ServerHandle(
+            ServerAddress(options.host, options.http_port, options.grpc_port, options.metrics_port),
+            options.model_repository,
+            engine_config,
+            env,
+            options.log,
+        )
+    except GraniKVError as error:
+        print(f"granikv: {error}", file=sys.stderr)
+        return 2
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: handle.stop_requested.set())
+    try:
+        handle.start()
+    except GraniKVError as error:
+        handle.close()
+        print(f"granikv: {error}", file=sys.stderr)
+        return 0 if handle.stop_requested.is_set() else 1
+    print(handle.ready_line(), flush=True)
+    code = handle.supervise(0 if options.no_restart else options.max_restarts)
+    return handle.stop() or code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Settings of the serving part: model parameters of config.pbtxt, overridden by the environment.
+
+Variables: GRANIKV_ENGINE_CONFIG (JSON object of EngineConfig fields), GRANIKV_ENGINE_CLASS
+("module:Class"), GRANIKV_PYTHON (interpreter of the engine process), GRANIKV_RUN_DIR (folder of
+sockets and pid files). An unknown field or unreadable JSON is an error when the model loads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from granikv.config import EngineConfig
+from granikv.errors import InvalidArgument
+
+DEFAULT_ENGINE_CLASS = "granikv.engine:Engine"
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingSettings:
+    engine_config: dict
+    engine_class: str = DEFAULT_ENGINE_CLASS
+    python: str = ""
+    run_dir: str = ""
+    exclude_input_in_output: bool = False  # when a request does not say
+    start_timeout_s: float = 900.0
+    step_limit_s: float = 300.0  # a step older than this counts as a hung engine
+    drain_s: float = 5.0  # running requests may finish within this after SIGTERM
+
+
+def parse_engine_config(text: str, source: str) -> dict:
+    """Engine fields from a JSON object. Raises InvalidArgument naming the source and field."""
+    try:
+        fields = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise InvalidArgument(source, text, f"a JSON object ({error})") from None
+    if not isinstance(fields, dict):
+        raise InvalidArgument(source, text, "a JSON object")
+    known = {f.name for f in dataclasses.fields(EngineConfig)}
+    for name in fields:
+        if name not in known:
+            raise InvalidArgument(f"{source}: {name}", fields[name], f"one of {sorted(known)}")
+    return fields
+
+
+def parse_assignments(assignments: list[str]) -> dict:
+    """`key=value` pairs; a value that is JSON counts as such, anything else is a string."""
+    fields = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals:
+            raise InvalidArgument("--set", assignment, "key=value")
+        try:
+            fields[name] = json.loads(value)
+        except json.JSONDecodeError:
+            fields[name] = value
+    return parse_engine_config(json.dumps(fields), "--set")
+
+
+def default_python() -> str:
+    """The environment's interpreter; inside Triton's stub sys.executable is the stub itself."""
+    python = Path(sys.prefix) / "bin" / "python3"
+    return str(python) if python.exists() else sys.executable
+
+
+def read_settings(
+    parameters: Mapping[str, str], environ: Mapping[str, str] = os.environ
+) -> ServingSettings:
+    """parameters: those of config.pbtxt, by name. Raises InvalidArgument."""
+    fields = parse_engine_config(parameters.get("engine_config", ""), "engine_config")
+    variable = "GRANIKV_ENGINE_CONFIG"
+    fields |= parse_engine_config(environ.get(variable, ""), variable)
+    EngineConfig(**fields)
+    numbers = {}
+    for name in ("start_timeout_s", "step_limit_s", "drain_s"):
+        if name in parameters:
+            try:
+                numbers[name] = float(parameters[name])
+            except ValueError:
+                raise InvalidArgument(name, parameters[name], "a number of seconds") from None
+    exclude = parameters.get("exclude_input_in_output", "false").lower()
+    if exclude not in ("true", "false"):
+        raise InvalidArgument("exclude_input_in_output", exclude, "'true' or 'false'")
+    chosen_class = environ.get("GRANIKV_ENGINE_CLASS") or parameters.get("engine_class")
+    return ServingSettings(
+        engine_config=fields,
+        engine_class=chosen_class or DEFAULT_ENGINE_CLASS,
+        python=environ.get("GRANIKV_PYTHON") or default_python(),
+        run_dir=environ.get("GRANIKV_RUN_DIR") or tempfile.mkdtemp(prefix="granikv_"),
+        exclude_input_in_output=exclude == "true",
+        **numbers,
+    )

@@ -1,0 +1,121 @@
+"""Finds a Triton server and builds its command and environment.
+
+A server on PATH (the NGC image) is used as it is. Otherwise the one inside the nvidia-pytriton
+wheel: its Python backend needs the stub of the running Python's minor version beside it, so a
+home folder of links is made. Links, not copies: the stub finds its libraries relative to itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from granikv.errors import NotFound
+
+
+@dataclass(frozen=True)
+class TritonInstallation:
+    binary: Path
+    backend_directory: Path | None  # None: the server's own
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{self.host}:{self.http_port}"
+
+    @property
+    def grpc_url(self) -> str:
+        return f"{self.host}:{self.grpc_port}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{self.host}:{self.metrics_port}/metrics"
+
+
+def find_tritonserver(home: Path) -> TritonInstallation:
+    """home: folder for the links, made when needed. Raises NotFound."""
+    on_path = shutil.which("tritonserver")
+    if on_path:
+        return TritonInstallation(Path(on_path), None)
+    spec = importlib.util.find_spec("pytriton")
+    if spec is None or spec.origin is None:
+        raise NotFound(
+            "tritonserver: not on PATH and nvidia-pytriton is not installed; run in Triton's "
+            "image or `pip install --no-deps nvidia-pytriton==0.7.0`"
+        )
+    root = Path(spec.origin).parent / "tritonserver"
+    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
+    sources = (
+        root / "backends/python/libtriton_python.so",
+        root / "backends/python/triton_python_backend_utils.py",
+        root / "python_backend_stubs" / minor / "triton_python_backend_stub",
+    )
+    folder = home / "backends" / "python"
+    folder.mkdir(parents=True, exist_ok=True)
+    for source in sources:
+        if not source.exists():
+            raise NotFound(f"{source}: the wheel has no file for Python {minor}")
+        link = folder / source.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(source)
+    return TritonInstallation(root / "bin" / "tritonserver", home / "backends")
+
+
+def server_command(
+    installation: TritonInstallation,
+    model_repository: Path,
+    address: ServerAddress,
+    shm_prefix: str,
+    exit_timeout_s: int,
+) -> list[str]:
+    """shm_prefix: start of the server's file names in /dev/shm, unique to this server."""
+    command = [
+        str(installation.binary),
+        f"--model-repository={model_repository}",
+        "--disable-auto-complete-config",
+        f"--http-address={address.host}",
+        f"--http-port={address.http_port}",
+        f"--grpc-address={address.host}",
+        f"--grpc-port={address.grpc_port}",
+        f"--metrics-address={address.host}",
+        f"--metrics-port={address.metrics_port}",
+        "--metrics-interval-ms=500",
+        "--allow-gpu-metrics=false",
+        "--pinned-memory-pool-byte-size=0",
+        f"--exit-timeout-secs={exit_timeout_s}",
+        f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
+    ]
+    if installation.backend_directory is not None:
+        command.append(f"--backend-directory={installation.backend_directory}")
+    return command
+
+
+def server_environment(extra: dict[str, str]) -> dict[str, str]:
+    """The stub takes its packages from the python3 that is first on PATH and ignores PYTHONPATH."""
+    environment = dict(os.environ) | extra
+    environment["PATH"] = os.pathsep.join(
+        [str(Path(sys.prefix) / "bin"), environment.get("PATH", "")]
+    )
+    libraries = [sysconfig.get_config_var("LIBDIR") or "", environment.get("LD_LIBRARY_PATH", "")]
+    environment["LD_LIBRARY_PATH"] = os.pathsep.join(part for part in libraries if part)
+    return environment
+
+
+def find_model_repository() -> Path:
+    """The repository of this checkout. Raises NotFound."""
+    repository = Path(__file__).resolve().parents[2] / "model_repository"
+    if not (repository / "granikv" / "config.pbtxt").exists():
+        raise NotFound(f"{repository}: no model repository here; name it with --model-repository")
+    return repository

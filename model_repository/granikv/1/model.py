@@ -1,0 +1,32 @@
+"""Text in, text out: validates and hands requests to the engine process; see triton_adapter.py."""
+
+import json
+import os
+from pathlib import Path
+
+import triton_python_backend_utils as pb_utils
+
+from granikv.serving.settings import read_settings
+from granikv.serving.triton_adapter import TritonAdapter
+
+
+class TritonPythonModel:
+    """Decoupled: `execute` returns at once, answers leave through the requests' senders."""
+
+    def initialize(self, args):
+        """Start the engine process and wait until its model is loaded."""
+        parameters = json.loads(args["model_config"]).get("parameters", {})
+        settings = read_settings({k: v["string_value"] for k, v in parameters.items()})
+        run_dir = Path(settings.run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "stub.pid").write_text(f"{os.getpid()}\n")
+        self.adapter = TritonAdapter(pb_utils, settings)
+
+    def execute(self, requests):
+        for request in requests:
+            self.adapter.submit(request)
+        return None
+
+    def finalize(self):
+        """Answer what is in flight and end the engine process."""
+        self.adapter.close()

@@ -1,0 +1,132 @@
+"""An engine without a model: the test double of the serving protocol.
+
+It answers with the prompt's words in turn, one per step. A prompt may hold orders: `step_ms=N`
+(sleep per step), `boom` (the step fails with this request), `split` (a word in two pieces).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+
+from granikv.config import EngineConfig
+from granikv.core import FinishReason, RequestOutput
+from granikv.errors import AlreadyExists, InvalidArgument, Unavailable
+from granikv.sampling_params import SamplingParams
+
+
+class FakeRequest:
+    def __init__(self, request_id: str, prompt: str, params: SamplingParams):
+        self.request_id, self.params = request_id, params
+        self.words = prompt.split() or ["."]
+        self.num_prompt_tokens = len(self.words)
+        self.order_ms = int(match[1]) if (match := re.search(r"step_ms=(\d+)", prompt)) else 0
+        self.arrival_time = time.monotonic()
+        self.scheduled: float | None = None
+        self.first: float | None = None
+        self.num_output = 0
+        self.is_aborted = False
+
+
+class FakeEngine:
+    def __init__(self, config: EngineConfig):
+        self.config = config
+        self.max_seq_len = config.max_seq_len or 1024
+        self.requests: dict[str, FakeRequest] = {}
+        self.num_output_tokens = self.num_prompt_tokens = self.num_steps = self.num_aborted = 0
+
+    def add_request(
+        self, request_id, prompt, params, *, adapter="", salt="", prefix_id="",
+        shared_prefix_len=0, priority=0,
+    ) -> None:  # fmt: skip
+        if request_id in self.requests:
+            raise AlreadyExists(f"request id {request_id!r} is live")
+        if len(self.requests) >= self.config.max_queued_requests:
+            limit = self.config.max_queued_requests
+            raise Unavailable(f"queue full: {len(self.requests)} of {limit} requests")
+        request = FakeRequest(request_id, prompt, params)
+        if request.num_prompt_tokens > self.max_seq_len - 1:
+            raise InvalidArgument(
+                "prompt length", request.num_prompt_tokens, f"at most {self.max_seq_len - 1} tokens"
+            )
+        self.requests[request_id] = request
+        self.num_prompt_tokens += request.num_prompt_tokens
+
+    def abort(self, request_id: str) -> bool:
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        request.is_aborted = True
+        return True
+
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def step(self) -> list[RequestOutput]:
+        self.num_steps += 1
+        batch = list(self.requests.values())
+        time.sleep(max((r.order_ms for r in batch), default=0) / 1e3)
+        outputs = [self._advance(request) for request in batch]
+        for output in outputs:
+            if output.finished:
+                del self.requests[output.request_id]
+        return outputs
+
+    def _advance(self, request: FakeRequest) -> RequestOutput:
+        now = time.monotonic()
+        output = RequestOutput(
+            request.request_id,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=request.num_output,
+            num_cached_tokens=request.num_prompt_tokens // 2,
+            num_hot_tokens=request.num_prompt_tokens // 4,
+            attention_path="cascade",
+            arrival_time=request.arrival_time,
+        )
+        if request.is_aborted:
+            self.num_aborted += 1
+            output.finished, output.finish_reason = True, FinishReason.CANCELLED
+            return output
+        if "boom" in request.words:
+            output.finished, output.error = True, RuntimeError("boom")
+            output.finish_reason = FinishReason.ERROR
+            return output
+        if "explode" in request.words:
+            raise RuntimeError("explode")
+        words = itertools.islice(itertools.cycle(request.words), request.num_output, None)
+        word = next(words)
+        request.num_output += 1
+        self.num_output_tokens += 1
+        request.first = request.first or now
+        request.scheduled = request.scheduled or now
+        output.text, output.token_ids = word + " ", [len(word)]
+        output.num_output_tokens = request.num_output
+        output.first_token_time, output.last_token_time = request.first, now
+        output.first_scheduled_time = request.scheduled
+        output.cum_logprob = -0.5 * request.num_output
+        if request.params.logprobs is not None:
+            output.logprobs = [-0.5]
+        if word in request.params.stop:
+            output.text, output.finished, output.finish_reason = "", True, FinishReason.STOP
+        limit = min(request.params.max_tokens, self.max_seq_len - request.num_prompt_tokens)
+        if request.num_output >= limit and not output.finished:
+            output.finished, output.finish_reason = True, FinishReason.LENGTH
+        return output
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "active_requests": len(self.requests),
+            "running_requests": len(self.requests),
+            "waiting_requests": 0,
+            "max_requests": self.config.max_requests,
+            "capacity_tokens": self.config.capacity_tokens,
+            "prompt_tokens_total": self.num_prompt_tokens,
+            "output_tokens_total": self.num_output_tokens,
+            "aborted_total": self.num_aborted,
+            "steps_total": self.num_steps,
+            'choices_total{path="cascade"}': self.num_steps,
+        }
+
+    def close(self) -> None:
+        self.requests.clear()
