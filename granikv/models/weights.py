@@ -1,0 +1,243 @@
+"""Weights in the layout the decoder runs, and the reader of Hugging Face folders.
+
+Q, K, V and gate, up are fused here, once, so that a decode step has four matrix products a layer.
+It knows nothing of GGUF and nothing of how the forward pass uses the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from granikv.config import ModelConfig
+from granikv.errors import InvalidArgument, ModelFileError, Unsupported
+from granikv.models.layers import rope_type
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@dataclass
+class LayerWeights:
+    """Hq and Hkv are the head counts, D the head size, N hidden, F intermediate."""
+
+    input_norm: torch.Tensor  # [N]
+    qkv: torch.Tensor  # [(Hq + 2 Hkv) * D, N]
+    qkv_bias: torch.Tensor | None  # [(Hq + 2 Hkv) * D]
+    qk_norm: torch.Tensor | None  # [Hq + Hkv, D]: the q weight per q head, then the k weight
+    out: torch.Tensor  # [N, Hq * D]
+    post_norm: torch.Tensor  # [N]
+    gate_up: torch.Tensor  # [2 F, N]
+    down: torch.Tensor  # [N, F]
+
+
+@dataclass
+class ModelWeights:
+    embedding: torch.Tensor  # [vocab, N]
+    layers: list[LayerWeights]
+    final_norm: torch.Tensor  # [N]
+    lm_head: torch.Tensor  # [vocab, N]; the embedding itself when tied
+    rope_divisors: torch.Tensor | None = None  # [D / 2], GGUF only
+
+
+def build_weights(config: ModelConfig, get: Callable[[str, tuple[int, ...]], torch.Tensor]) -> ModelWeights:  # fmt: skip
+    """Fused weights. get(name, shape) returns the tensor of a Hugging Face name, checked."""
+    n, f, d = config.hidden_size, config.intermediate_size, config.head_dim
+    rows = {
+        "q": config.num_qo_heads * d,
+        "k": config.num_kv_heads * d,
+        "v": config.num_kv_heads * d,
+    }
+    layers = []
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}."
+        attn, mlp = prefix + "self_attn.", prefix + "mlp."
+        bias = qk_norm = None
+        if config.attention_bias:
+            bias = torch.cat([get(f"{attn}{x}_proj.bias", (r,)) for x, r in rows.items()])
+        if config.qk_norm:
+            qk_norm = torch.cat(
+                [
+                    get(attn + "q_norm.weight", (d,)).expand(config.num_qo_heads, d),
+                    get(attn + "k_norm.weight", (d,)).expand(config.num_kv_heads, d),
+                ]
+            )
+        layers.append(
+            LayerWeights(
+                input_norm=get(prefix + "input_layernorm.weight", (n,)),
+                qkv=torch.cat([get(f"{attn}{x}_proj.weight", (r, n)) for x, r in rows.items()]),
+                qkv_bias=bias,
+                qk_norm=qk_norm,
+                out=get(attn + "o_proj.weight", (n, rows["q"])),
+                post_norm=get(prefix + "post_attention_layernorm.weight", (n,)),
+                gate_up=torch.cat(
+                    [get(mlp + "gate_proj.weight", (f, n)), get(mlp + "up_proj.weight", (f, n))]
+                ),
+                down=get(mlp + "down_proj.weight", (n, f)),
+            )
+        )
+    embedding = get("model.embed_tokens.weight", (config.vocab_size, n))
+    lm_head = embedding
+    if not config.tie_embeddings:
+        lm_head = get("lm_head.weight", (config.vocab_size, n))
+    return ModelWeights(embedding, layers, get("model.norm.weight", (n,)), lm_head)
+
+
+def check_architecture(name: object, where: Path) -> str:
+    """The name, if it is one of ARCHITECTURES. Raises ModelFileError."""
+    if name not in ARCHITECTURES:
+        raise ModelFileError(
+            f"{where}: architecture: expected one of {', '.join(ARCHITECTURES)}, got {name!r}"
+        )
+    return str(name)
+
+
+def check_sliding_window(window: int | None, max_position: int, where: Path) -> None:
+    """Raises Unsupported where a window would change the result."""
+    if window is not None and 0 < window < max_position:
+        raise Unsupported(
+            f"{where}: sliding_window={window} is shorter than the context of {max_position} "
+            "tokens; only full attention is served: lower max_position_embeddings to the window"
+        )
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelFileError(f"{path}: expected a readable JSON file: {error}") from error
+    except ValueError as error:
+        raise ModelFileError(f"{path}: expected valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelFileError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _window_of(raw: dict, architecture: str) -> int | None:
+    """The window that some layer uses, or None. Llama has none; Qwen has a switch for it."""
+    if architecture == "LlamaForCausalLM":
+        return None
+    types = raw.get("layer_types")
+    if architecture.startswith("Qwen") and not raw.get("use_sliding_window", False):
+        return None
+    if types is not None and "sliding_attention" not in types:
+        return None
+    all_full = raw.get("max_window_layers", 0) >= raw["num_hidden_layers"]
+    if types is None and architecture.startswith("Qwen") and all_full:
+        return None
+    return raw.get("sliding_window")
+
+
+def _refuse_unserved(raw: dict, architecture: str, where: Path) -> None:
+    """Raises Unsupported for settings that would change the result and are not served."""
+    rope = raw.get("rope_parameters") or {}
+    unserved = {
+        "hidden_act": raw.get("hidden_act", "silu") not in ("silu", "swish"),
+        "mlp_bias": bool(raw.get("mlp_bias")),
+        "attention_bias": bool(raw.get("attention_bias")) and architecture != "Qwen2ForCausalLM",
+        "quantization_config": raw.get("quantization_config") is not None,
+        "partial_rotary_factor": float(
+            raw.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+        )
+        != 1.0,
+    }
+    for name, found in unserved.items():
+        if found:
+            raise Unsupported(f"{where}: {name}={raw.get(name)!r} is not served for {architecture}")
+
+
+def read_hf_config(folder: Path) -> ModelConfig:
+    """ModelConfig of a Hugging Face folder. Raises ModelFileError or Unsupported."""
+    path = folder / "config.json"
+    raw = _read_json(path)
+    architecture = check_architecture((raw.get("architectures") or [None])[0], path)
+    _refuse_unserved(raw, architecture, path)
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling")
+    eos = raw.get("eos_token_id")
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        eos = _read_json(generation).get("eos_token_id", eos)
+    try:
+        heads = raw["num_attention_heads"]
+        config = ModelConfig(
+            architecture=architecture,
+            num_layers=raw["num_hidden_layers"],
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_qo_heads=heads,
+            num_kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+            vocab_size=raw["vocab_size"],
+            max_position=raw["max_position_embeddings"],
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope_theta=float((rope or {}).get("rope_theta") or raw.get("rope_theta") or 10000.0),
+            rope_scaling=rope if rope_type(rope) != "default" else None,
+            tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            attention_bias=architecture == "Qwen2ForCausalLM",
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            bos_token_id=raw.get("bos_token_id"),
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,)),
+        )  # fmt: skip
+        window = _window_of(raw, architecture)
+    except KeyError as error:
+        raise ModelFileError(f"{path}: expected the key {error}, which is missing") from error
+    except (TypeError, ZeroDivisionError, InvalidArgument) as error:
+        raise ModelFileError(f"{path}: expected a decoder's configuration: {error}") from error
+    check_sliding_window(window, config.max_position, path)
+    return config
+
+
+class _Shards:
+    """The *.safetensors files of a folder as one map from name to tensor."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype):
+        self.folder, self.dtype = folder, dtype
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+            paths = [folder / name for name in names]
+        else:
+            paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise ModelFileError(f"{folder}: expected *.safetensors files, found none")
+        self.file_of: dict[str, tuple[Path, safe_open]] = {}
+        for path in paths:
+            if not path.is_file():
+                raise ModelFileError(f"{path}: expected this shard of {index.name}, it is missing")
+            try:
+                handle = safe_open(str(path), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ModelFileError(
+                    f"{path}: expected a complete safetensors file (truncated or corrupt?): {error}"
+                ) from error
+            self.file_of.update({name: (path, handle) for name in handle.keys()})  # noqa: SIM118
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor, in the model's dtype. Raises ModelFileError."""
+        if name not in self.file_of:
+            raise ModelFileError(
+                f"{self.folder}: expected the tensor {name} {list(shape)}: missing"
+            )
+        path, handle = self.file_of[name]
+        try:
+            tensor = handle.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelFileError(f"{path}: {name}: unreadable: {error}") from error
+        if tuple(tensor.shape) != shape:
+            raise ModelFileError(
+                f"{path}: {name}: expected shape {list(shape)}, got {list(tensor.shape)}"
+            )
+        return tensor.to(self.dtype)
+
+
+def load_hf(folder: Path, dtype: torch.dtype) -> tuple[ModelConfig, ModelWeights]:
+    """Configuration and weights of a Hugging Face folder.
+
+    Raises ModelFileError (missing, truncated, wrong shape) or Unsupported.
+    """
+    config = read_hf_config(folder)
+    return config, build_weights(config, _Shards(folder, dtype).get)
