@@ -217,6 +217,6 @@ def run_cache_bench(trace: Trace, config: ReplayConfig) -> list[Case]:
 def make_request(key: int, prompt: np.ndarray, output_length: int) -> Request:
     """A request with its output already known: private ids above every block's."""
     request = Request(str(key), prompt, SamplingParams(max_tokens=output_length, temperature=0.0))
-    base = OUTPUT_TOKEN_BASE + (key * 65536) % (2**30 - 65536)
+    base = OUTPUT_TOKEN_BASE + (key * 65536) % (2**30 - 2**26)
     request.output_token_ids = list(range(base, base + min(output_length, 65536)))
     return request

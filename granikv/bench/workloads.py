@@ -16,6 +16,7 @@ import numpy as np
 from granikv.errors import InvalidArgument
 
 OUTPUT_TOKEN_BASE = 2**30  # output tokens are private to a request: ids above every block's
+TAIL_TOKEN_BASE = 2**31 - 2**25  # prompt tokens behind the last named block, private as well
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class TraceRequest:
     timestamp_s: float
     input_length: int  # tokens
     output_length: int  # tokens
-    block_ids: tuple[int, ...]  # of the prompt; the last block may be partial
+    block_ids: tuple[int, ...]  # of the prompt; the last block may be partial or not be named
+    index: int = 0  # in the file
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,9 @@ class Trace:
         """int32 [input_length]: block b is the ids [b * block_tokens, (b + 1) * block_tokens)."""
         starts = np.asarray(request.block_ids, dtype=np.int64)[:, None] * self.block_tokens
         ids = (starts + np.arange(self.block_tokens)).reshape(-1)[: request.input_length]
-        return ids.astype(np.int32)
+        tail = np.arange(request.input_length - len(ids))
+        tail += TAIL_TOKEN_BASE + request.index * self.block_tokens
+        return np.concatenate([ids, tail]).astype(np.int32)
 
 
 def load_trace(path: str | Path, block_tokens: int = 0, max_requests: int = 0) -> Trace:
@@ -56,17 +60,17 @@ def load_trace(path: str | Path, block_tokens: int = 0, max_requests: int = 0) -
         raise InvalidArgument("trace", str(path), "at least one request")
     block_tokens = block_tokens or _implied_block_tokens(requests)
     for index, request in enumerate(requests):
-        highest = len(request.block_ids) * block_tokens
+        highest = (len(request.block_ids) + 1) * block_tokens - 1
         if not 0 < request.input_length <= highest:
             raise InvalidArgument(
                 f"{path.name}, request {index}: input_length",
                 request.input_length,
                 f"1 to {highest} tokens ({len(request.block_ids)} blocks of {block_tokens})",
             )
-        if max(request.block_ids) >= OUTPUT_TOKEN_BASE // block_tokens:
+        if max(request.block_ids, default=0) >= OUTPUT_TOKEN_BASE // block_tokens:
             raise InvalidArgument(
                 f"{path.name}, request {index}: hash_ids",
-                max(request.block_ids),
+                max(request.block_ids, default=0),
                 f"ids below {OUTPUT_TOKEN_BASE // block_tokens}",
             )
     requests.sort(key=lambda request: request.timestamp_s)
@@ -86,6 +90,7 @@ def _read_jsonl(path: Path, max_requests: int) -> list[TraceRequest]:
                     int(record["input_length"]),
                     int(record["output_length"]),
                     tuple(int(block) for block in record["hash_ids"]),
+                    len(requests),
                 )
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -111,6 +116,7 @@ def _read_ranges(path: Path, max_requests: int) -> list[TraceRequest]:
                 int(row["input_length"]),
                 int(row["output_length"]),
                 tuple(b for first, last in row["ranges"] for b in range(first, last + 1)),
+                index,
             )
             for index, row in enumerate(rows)
         ]
@@ -121,12 +127,14 @@ def _read_ranges(path: Path, max_requests: int) -> list[TraceRequest]:
 
 
 def _implied_block_tokens(requests: Sequence[TraceRequest]) -> int:
-    """The smallest usual block size under which every prompt fits its blocks."""
-    need = max(r.input_length / max(1, len(r.block_ids)) for r in requests)
+    """The smallest usual block size under which every prompt ends within one block of its names.
+
+    Some traces name a partial last block, others only full ones.
+    """
     for size in (16, 32, 64, 128, 256, 512, 1024):
-        if need <= size:
+        if all(r.input_length < (len(r.block_ids) + 1) * size for r in requests):
             return size
-    raise InvalidArgument("block_tokens", need, "at most 1024 tokens per block")
+    raise InvalidArgument("block_tokens", 0, "a trace with at most 1024 tokens per block")
 
 
 def shared_prefix_prompts(

@@ -1,0 +1,1 @@
+"""The demo: one multi-agent workload through GraniKV and through uniform paging."""
