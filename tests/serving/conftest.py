@@ -1,0 +1,33 @@
+"""One real Triton server with the fake engine for all protocol tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKE_ENV = {
+    "GRANIKV_ENGINE_CLASS": "tests.serving.fake_engine:FakeEngine",
+    "PYTHONPATH": str(ROOT),
+}
+
+
+def start_server(log_path: Path, **arguments):
+    """A context manager: a running server with the fake engine."""
+    from granikv.serving.launcher import running_server
+
+    config = {"max_seq_len": 512, **arguments.pop("engine_config", {})}
+    return running_server(
+        config, env=FAKE_ENV, log_path=log_path, start_timeout_s=60.0, **arguments
+    )
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    if not shutil.which("tritonserver") and importlib.util.find_spec("pytriton") is None:
+        pytest.skip("no Triton server: neither on PATH nor in the nvidia-pytriton wheel")
+    with start_server(tmp_path_factory.mktemp("triton") / "server.log") as handle:
+        yield handle

@@ -1,0 +1,253 @@
+"""Requests, refusals and answers over real gRPC and HTTP, with the fake engine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.serving.grpc_stream import Stream, ask
+from tests.serving.http_text import post, read_metrics, wait_until
+
+
+def refuse(server, code: str, *words: str, **values) -> None:
+    """The request is refused with the code and the words, and the server answers afterwards."""
+    defaults = {"text_input": b"a b c", "max_tokens": 2}
+    given = {k: v for k, v in {**defaults, **values}.items() if v is not None}
+    answer = ask(server.address.grpc_url, **given)
+    assert answer.errors, answer
+    for word in (code, *words):
+        assert word in answer.errors[0]
+    assert ask(server.address.grpc_url, **defaults, exclude_input_in_output=True).text == "a b "
+
+
+def test_streaming_gives_the_words_in_order_and_an_empty_final(server):
+    text = b"one two three step_ms=20"
+    answer = ask(server.address.grpc_url, text_input=text, max_tokens=4, stream=True)
+    assert answer.text == "one two three step_ms=20 "
+    assert len(answer.texts) >= 3
+    assert answer.last["finish_reason"][0, 0] == b"length"
+    assert answer.last["num_input_tokens"][0, 0] == 4
+    assert answer.last["num_output_tokens"][0, 0] == 4
+
+
+def test_not_streaming_gives_exactly_one_response(server):
+    answer = ask(server.address.grpc_url, text_input=b"a b c", max_tokens=3)
+    assert answer.texts == ["a b ca b c "]
+    assert answer.is_final
+    assert answer.last["attention_path"][0, 0] == b"cascade"
+
+
+def test_input_is_left_out_when_asked(server):
+    values = {"text_input": b"a b c", "max_tokens": 3}
+    assert ask(server.address.grpc_url, **values, exclude_input_in_output=True).text == "a b c "
+
+
+def test_stop_words_and_returned_numbers(server):
+    answer = ask(
+        server.address.grpc_url,
+        text_input=b"a b c d",
+        max_tokens=9,
+        stop_words=[b"c"],
+        exclude_input_in_output=True,
+        return_log_probs=True,
+        return_perf_metrics=True,
+        return_num_input_tokens=False,
+    )
+    assert answer.text == "a b "
+    assert answer.last["finish_reason"][0, 0] == b"stop"
+    assert answer.last["output_log_probs"].shape == (1, 1, 3)
+    assert answer.last["cum_log_probs"][0, 0] == pytest.approx(-1.5)
+    assert answer.last["kv_cache_reused_blocks"][0, 0] == 2
+    assert answer.last["kv_cache_alloc_total_blocks"][0, 0] == 7
+    assert 0 < answer.last["arrival_time_ns"][0, 0] <= answer.last["last_token_time_ns"][0, 0]
+    assert "num_input_tokens" not in answer.last
+
+
+def test_stop_ends_the_live_request_and_is_idempotent(server):
+    with Stream(server.address.grpc_url) as stream:
+        stream.send("long", text_input=b"a step_ms=10", max_tokens=500, stream=True)
+        stream.receive()
+        with Stream(server.address.grpc_url) as other:
+            assert other.ask("long", text_input=b"", max_tokens=1, stop=True).texts == []
+            assert other.ask("other", text_input=b"", max_tokens=1, stop=True).is_final
+        answer = stream.wait("long", timeout_s=2)
+        assert answer.last["finish_reason"][0, 0] == b"cancelled"
+
+
+def test_timeout_ms_ends_a_request(server):
+    values = {"text_input": b"a step_ms=10", "max_tokens": 500, "timeout_ms": 100}
+    answer = ask(server.address.grpc_url, timeout_s=3, **values)
+    assert "UNAVAILABLE" in answer.errors[0] and "timeout_ms" in answer.errors[0]
+
+
+def test_a_failed_request_and_a_failed_step_are_answered(server):
+    refuse(server, "INTERNAL", "boom", text_input=b"boom")
+    refuse(server, "INTERNAL", "explode", text_input=b"explode")
+
+
+def test_missing_tensors(server):
+    url = f"{server.address.http_url}/v2/models/granikv/generate"
+    assert post(url, {"text_input": "a"})[0] == 400
+    assert post(url, {"max_tokens": 3})[0] == 400
+    refuse(server, "INVALID_ARG", "max_tokens", max_tokens=None, stream=False, seed=1)
+    refuse(server, "INVALID_ARG", "text_input", text_input=None, stream=False, seed=1)
+
+
+def test_nan_temperature(server):
+    refuse(server, "INVALID_ARG", "temperature", temperature=float("nan"))
+    refuse(server, "INVALID_ARG", "top_p", top_p=float("nan"))
+
+
+def test_invalid_utf8(server):
+    refuse(server, "INVALID_ARG", "text_input", "UTF-8", text_input=b"ok \xff\xfe")
+    refuse(server, "INVALID_ARG", "stop_words", "UTF-8", stop_words=[b"\xff"])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"beam_width": 2},
+        {"num_return_sequences": 2},
+        {"guided_decoding_guide": b"{}"},
+        {"embedding_bias_words": [b"x"]},
+        {"lora_task_id": 3},
+        {"retention_decode_priority": 5},
+        {"bad_words": [b"x"]},
+    ],
+    ids=lambda values: next(iter(values)),
+)
+def test_inputs_not_served_are_refused_by_name(server, values):
+    refuse(server, "UNSUPPORTED", next(iter(values)), **values)
+
+
+def test_inputs_not_served_pass_when_they_change_nothing(server):
+    values = {"beam_width": 1, "num_return_sequences": 1, "guided_decoding_guide": b""}
+    values |= {"lora_task_id": 0, "embedding_bias_words": [b""], "pad_id": 2}
+    assert ask(server.address.grpc_url, text_input=b"a", max_tokens=1, **values).texts == ["aa "]
+
+
+def test_c53_prompt_longer_than_the_maximum(server):
+    exact = b"w " * 511
+    values = {"max_tokens": 1, "exclude_input_in_output": True}
+    assert ask(server.address.grpc_url, text_input=exact, **values).text == "w "
+    refuse(server, "INVALID_ARG", "512", "511", text_input=b"w " * 512)
+    refuse(server, "INVALID_ARG", "5120", "511", text_input=b"w " * 5120)
+
+
+def test_c55_empty_row_in_a_batch(server):
+    with Stream(server.address.grpc_url) as stream:
+        stream.send(
+            "batch",
+            text_input=[[b"a b"], [b""], [b"c d"]],
+            max_tokens=[[2], [2], [2]],
+            exclude_input_in_output=[[True]] * 3,
+        )
+        while "batch" not in stream.answers or not stream.answers["batch"].is_final:
+            stream.receive()
+        answer = stream.answers["batch"]
+        rows = {int(o["batch_index"][0, 0]): o["text_output"][0, 0] for o in answer.outputs}
+        assert rows == {0: b"a b ", 2: b"c d "}
+        assert len(stream.answers[""].errors) == 1
+        assert "text_input" in stream.answers[""].errors[0]
+
+
+def test_c56_max_tokens(server):
+    refuse(server, "INVALID_ARG", "max_tokens", max_tokens=0)
+    refuse(server, "INVALID_ARG", "max_tokens", max_tokens=-1)
+    values = {"text_input": b"a b", "max_tokens": 1, "exclude_input_in_output": True}
+    assert ask(server.address.grpc_url, **values).text == "a "
+
+
+def test_c58_huge_max_tokens(server):
+    values = {"text_input": b"a " * 500, "exclude_input_in_output": True}
+    answer = ask(server.address.grpc_url, max_tokens=2**31 - 1, **values)
+    assert answer.last["num_output_tokens"][0, 0] == 12
+    url = f"{server.address.http_url}/v2/models/granikv/generate"
+    for number in ("1e18", str(2**63)):
+        body = b'{"text_input": "a", "max_tokens": %s}' % number.encode()
+        assert post(url, body)[0] >= 400
+    assert server.probe()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": 999999.0},
+        {"temperature": -1.0},
+        {"top_p": -1.0},
+        {"repetition_penalty": 0.0},
+        {"top_k": -5},
+    ],
+    ids=lambda values: next(iter(values)),
+)
+def test_c61_extreme_sampling_numbers(server, values):
+    refuse(server, "INVALID_ARG", next(iter(values)), **values)
+
+
+def test_c61_seed_beyond_64_bits(server):
+    url = f"{server.address.http_url}/v2/models/granikv/generate"
+    body = b'{"text_input": "a", "max_tokens": 1, "seed": 18446744073709551616}'
+    assert post(url, body)[0] >= 400
+    assert server.probe()
+
+
+@pytest.mark.parametrize("shape", [[-1, 8], [0], [2**40], [1, 1, 1], [1, 0], [0, 1]], ids=str)
+def test_c65_c67_absurd_shapes(server, shape):
+    inputs = [
+        {"name": "text_input", "shape": shape, "datatype": "BYTES", "data": ["a"]},
+        {"name": "max_tokens", "shape": [1, 1], "datatype": "INT32", "data": [1]},
+    ]
+    if 0 in shape:
+        inputs[0]["data"] = []
+    status, _ = post(f"{server.address.http_url}/v2/models/granikv/infer", {"inputs": inputs})
+    assert status >= 400
+    assert server.probe()
+
+
+def test_c67_empty_arrays_over_grpc(server):
+    import numpy as np
+
+    from tests.serving.grpc_stream import tensors
+
+    with Stream(server.address.grpc_url) as stream:
+        bad = tensors(max_tokens=1) + tensors(text_input=np.zeros((1, 0), dtype=object))
+        stream.client.async_stream_infer("granikv", bad, request_id="empty")
+        assert stream.wait("empty").errors
+    empty = np.zeros((1, 0), dtype=object)
+    values = {"text_input": b"a", "max_tokens": 1, "stop_words": empty}
+    assert ask(server.address.grpc_url, **values).texts == ["aa "]
+
+
+def test_http_generate(server):
+    url = f"{server.address.http_url}/v2/models/granikv/generate"
+    status, text = post(url, {"id": "h1", "text_input": "a b", "max_tokens": 2})
+    assert status == 200
+    assert json.loads(text)["text_output"] == "a ba b "
+    status, text = post(url, {"text_input": "a b", "max_tokens": 0})
+    assert status == 400
+    assert "max_tokens" in text
+
+
+def test_http_generate_stream(server):
+    url = f"{server.address.http_url}/v2/models/granikv/generate_stream"
+    body = {"text_input": "a b step_ms=20", "max_tokens": 3, "stream": True}
+    status, text = post(url, body)
+    pieces = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+    assert status == 200
+    assert "".join(piece["text_output"] for piece in pieces) == "a b step_ms=20 "
+    assert pieces[-1]["finish_reason"] == "length"
+
+
+def test_metrics(server):
+    ask(server.address.grpc_url, text_input=b"a b", max_tokens=2)
+    names = (
+        'nv_trt_llm_request_metrics{request_type="active"}',
+        'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max"}',
+        "nv_granikv_output_tokens_total",
+        "nv_granikv_time_to_first_token_seconds_count",
+        "nv_granikv_queue_time_seconds_count",
+        "nv_llm_input_token_len_count",
+    )
+    url = server.address.metrics_url
+    assert wait_until(lambda: all(name in read_metrics(url) for name in names))
