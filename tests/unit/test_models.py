@@ -219,12 +219,53 @@ def test_unpermute_inverts_the_conversion():
     assert torch.equal(unpermute_rows(permuted, 2), weight)
 
 
-def test_embedded_logits_equal_transformers(gguf_path):
-    from transformers import AutoModelForCausalLM
+def transformers_model(path):
+    """transformers' Llama with the file's tensors, read by the gguf package, not by ours."""
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    reference = AutoModelForCausalLM.from_pretrained(
-        str(gguf_path.parent), gguf_file=gguf_path.name, dtype=torch.float32
-    ).eval()
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        tie_word_embeddings=True,
+    )
+    names = {
+        "token_embd": "model.embed_tokens",
+        "output_norm": "model.norm",
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "attn_output": "self_attn.o_proj",
+    }
+    names |= {f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"}
+    names |= {f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+    state = {}
+    for tensor in GGUFReader(str(path)).tensors:
+        value = dequantize(tensor.data, tensor.tensor_type)
+        parts = tensor.name.split(".")
+        if parts[-2] in ("attn_q", "attn_k"):
+            heads, width = value.shape[0] // 64, value.shape[1]
+            value = value.reshape(heads, 32, 2, width).swapaxes(1, 2).reshape(-1, width)
+        prefix = f"model.layers.{parts[1]}." if parts[0] == "blk" else ""
+        state[f"{prefix}{names[parts[-2]]}.weight"] = torch.from_numpy(value.copy())
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model = model.to_empty(device="cpu")
+    model.load_state_dict(state | {"lm_head.weight": state["model.embed_tokens.weight"]})
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    return model.eval()
+
+
+def test_embedded_logits_equal_transformers(gguf_path):
+    reference = transformers_model(gguf_path)
     ids = torch.tensor([1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 2, 198, 1])
     with torch.inference_mode():
         expected = reference(ids[None]).logits[0]
