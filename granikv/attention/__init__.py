@@ -1,0 +1,1 @@
+"""Attention backends: `reference` (torch twins, the oracle) and `cpu`."""

@@ -1,0 +1,220 @@
+"""CPU attention: append, HOT, COLD, merge and extend over a token-major arena.
+
+Layout: [num_layers, capacity, Hkv, D]. Token-major was measured against head-major: views are
+equal (both feed the same fused kernel), while a gather copies whole tokens and is 1.5x faster.
+Queries of one KV head are stacked as query rows of it, so K and V are never copied per query head.
+All index work is done once per step in `prepare`. LSE is natural here, as the fused op gives it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from granikv.attention.plan_parts import Bucket, Extend, StepParts, View
+from granikv.config import ModelConfig
+from granikv.core import HotVariant, StepPlan
+
+HAS_FLASH = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+
+
+def flash_attention_state(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sm_scale: float,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """State (o [B, H, M, D], natural-log lse [B, H, M]) of q [B, H, M, D] over k, v [B, H, N, D].
+
+    mask: additive, broadcast to [B, H, M, N]. causal: row i sees keys 0..i.
+    """
+    if HAS_FLASH:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=sm_scale
+        )
+    if causal:
+        mask = torch.full((q.shape[2], k.shape[2]), -math.inf).triu_(1)
+    return gemm_attention_state(q, k, v, sm_scale, mask)
+
+
+def gemm_attention_state(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sm_scale: float,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same state with two batched matmuls and the scores [B, H, M, N] in memory."""
+    scores = torch.matmul(q * sm_scale, k.transpose(-1, -2))
+    if mask is not None:
+        scores += mask
+    peak = scores.amax(-1, keepdim=True)
+    scores.sub_(peak).exp_()
+    total = scores.sum(-1, keepdim=True)
+    return torch.matmul(scores, v).div_(total), (peak + total.log()).squeeze(-1)
+
+
+class CpuAttention:
+    """Attention of one engine on the CPU: `prepare` once per step, `run` once per layer.
+
+    k_arena, v_arena: float32 [num_layers, capacity, Hkv, D]; request_slots: int32
+    [max_requests, max_seq_len]. The caller owns all three; run appends to the arenas.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        k_arena: torch.Tensor,
+        v_arena: torch.Tensor,
+        request_slots: torch.Tensor,
+    ):
+        self.num_kv_heads = model_config.num_kv_heads
+        self.group_size = model_config.gqa_group_size
+        self.num_qo_heads = model_config.num_qo_heads
+        self.head_dim = model_config.head_dim
+        self.sm_scale = self.head_dim**-0.5
+        self.k_arena, self.v_arena = k_arena, v_arena
+        self.request_slots = request_slots.numpy()
+        expected = (self.num_kv_heads, self.head_dim)
+        for name, arena in (("k_arena", k_arena), ("v_arena", v_arena)):
+            if tuple(arena.shape[2:]) != expected:
+                raise ValueError(f"{name}: expected [L, capacity, {expected}], got {arena.shape}")
+        # two sentinel parts: the identity of the merge, and the state of a row without keys
+        self._sentinel_o = torch.zeros(2, self.num_qo_heads, self.head_dim)
+        self._sentinel_lse = torch.zeros(2, self.num_qo_heads)
+        self._sentinel_lse[0] = -math.inf
+        self._k_work = torch.empty(0)
+        self._v_work = torch.empty(0)
+
+    # -- once per step -------------------------------------------------------------------------
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Turn the plan into parts. Raises ValueError for an unknown kind or variant."""
+        self.parts = StepParts(plan, self.request_slots, self.num_kv_heads, self.group_size)
+        self.num_rows, self.num_decode_rows = self.parts.num_rows, self.parts.num_decode_rows
+        most = max((b.slots.numel() for b in self.parts.buckets), default=0)
+        if self._k_work.numel() < most * self.num_kv_heads * self.head_dim:
+            self._k_work = torch.empty(most, self.num_kv_heads * self.head_dim)
+            self._v_work = torch.empty_like(self._k_work)
+
+    # -- once per layer ------------------------------------------------------------------------
+
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q [T, Hq, D], k and v [T, Hkv, D] after rope -> [T, Hq * D]; append comes first."""
+        num_rows, width = q.shape[0], self.num_qo_heads * self.head_dim
+        k_layer, v_layer = self.k_arena[layer], self.v_arena[layer]
+        self._write(k_layer, k)
+        self._write(v_layer, v)
+        if self.num_decode_rows == num_rows:
+            return self._decode(q, k_layer, v_layer).reshape(num_rows, width)
+        out = torch.zeros(num_rows, self.num_qo_heads, self.head_dim)
+        if self.num_decode_rows:
+            out[: self.num_decode_rows] = self._decode(q, k_layer, v_layer)
+        for extend in self.parts.extends:
+            out[extend.first : extend.last] = self._extend(extend, q, k_layer, v_layer)
+        return out.view(num_rows, width)
+
+    def _write(self, arena: torch.Tensor, x: torch.Tensor) -> None:
+        if isinstance(self.parts.append, slice):
+            arena[self.parts.append] = x[: self.num_rows]
+        else:
+            arena.index_copy_(0, self.parts.append, x[: self.num_rows])
+
+    def _decode(
+        self, q: torch.Tensor, k_layer: torch.Tensor, v_layer: torch.Tensor
+    ) -> torch.Tensor:
+        """State of the decode rows [num_decode_rows, Hq, D]: all parts, merged."""
+        states = [self._view_state(view, q, k_layer, v_layer) for view in self.parts.views]
+        states += [self._bucket_state(bucket, q, k_layer, v_layer) for bucket in self.parts.buckets]
+        if self.parts.merge_index is None:
+            if not states:
+                return q.new_zeros(0, self.num_qo_heads, self.head_dim)
+            o = states[0][0] if len(states) == 1 else torch.cat([s[0] for s in states])
+            return o if self.parts.select is None else o.index_select(0, self.parts.select)
+        o = torch.cat([*(s[0] for s in states), self._sentinel_o])
+        lse = torch.cat([*(s[1] for s in states), self._sentinel_lse])
+        index = self.parts.merge_index
+        # a row with one part has the exact weights 1 and 0: its part comes back bit for bit
+        weight = lse[index].softmax(dim=1)
+        return torch.einsum("rphd,rph->rhd", o[index], weight)
+
+    def _view_state(
+        self, view: View, q: torch.Tensor, k_layer: torch.Tensor, v_layer: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Parts of a view, split-major: o [num_splits * num_rows, Hq, D], lse likewise."""
+        heads, group, dim = self.num_kv_heads, self.group_size, self.head_dim
+        num_rows, num_splits = view.num_rows, view.num_splits
+        stacked = q[view.rows].view(num_rows, heads, group, dim).permute(1, 0, 2, 3)
+        stacked = stacked.reshape(1, heads, num_rows * group, dim)
+        span = slice(view.start, view.start + view.length)
+        shape = (num_splits, view.length // num_splits, heads, dim)
+        keys = k_layer[span].view(shape).transpose(1, 2)
+        values = v_layer[span].view(shape).transpose(1, 2)
+        if view.variant is HotVariant.GEMM:
+            o, lse = gemm_attention_state(stacked, keys, values, self.sm_scale, view.mask)
+        else:
+            stacked = stacked.expand(num_splits, -1, -1, -1)
+            o, lse = flash_attention_state(stacked, keys, values, self.sm_scale, view.mask)
+        o = o.reshape(num_splits, heads, num_rows, group, dim).permute(0, 2, 1, 3, 4)
+        lse = lse.reshape(num_splits, heads, num_rows, group).permute(0, 2, 1, 3)
+        parts = num_splits * num_rows
+        return o.reshape(parts, heads * group, dim), lse.reshape(parts, heads * group)
+
+    def _bucket_state(
+        self, bucket: Bucket, q: torch.Tensor, k_layer: torch.Tensor, v_layer: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Parts of a bucket: o [num_rows, Hq, D], lse [num_rows, Hq]."""
+        heads, dim, num_rows = self.num_kv_heads, self.head_dim, bucket.num_rows
+        count = num_rows * bucket.length
+        k_work, v_work = self._k_work[:count], self._v_work[:count]
+        torch.index_select(k_layer.view(-1, heads * dim), 0, bucket.slots, out=k_work)
+        torch.index_select(v_layer.view(-1, heads * dim), 0, bucket.slots, out=v_work)
+        shape = (num_rows, bucket.length, heads, dim)
+        o, lse = flash_attention_state(
+            q[bucket.rows].view(num_rows, heads, self.group_size, dim),
+            k_work.view(shape).transpose(1, 2),
+            v_work.view(shape).transpose(1, 2),
+            self.sm_scale,
+            bucket.mask,
+        )
+        return o.reshape(num_rows, -1, dim), lse.reshape(num_rows, -1)
+
+    def _extend(
+        self, extend: Extend, q: torch.Tensor, k_layer: torch.Tensor, v_layer: torch.Tensor
+    ) -> torch.Tensor:
+        """Rows of one extend request [m, Hq, D]: prefix parts without a mask, own chunk causal."""
+        heads, group, dim = self.num_kv_heads, self.group_size, self.head_dim
+        m = extend.last - extend.first
+        rows = q[extend.first : extend.last].view(m, heads, group, dim)
+        # K of a head is shared by its query heads through a zero stride, not copied
+        keys, values = (
+            x[extend.chunk].transpose(0, 1)[:, None].expand(heads, group, m, dim)
+            for x in (k_layer, v_layer)
+        )
+        o, lse = flash_attention_state(
+            rows.permute(1, 2, 0, 3), keys, values, self.sm_scale, causal=True
+        )
+        parts = [o.permute(2, 0, 1, 3).reshape(1, m, -1, dim)]
+        weights = [lse.permute(2, 0, 1).reshape(1, m, -1)]
+        for view in extend.views:
+            o, lse = self._view_state(view, q, k_layer, v_layer)
+            parts.append(o.view(view.num_splits, m, -1, dim))
+            weights.append(lse.view(view.num_splits, m, -1))
+        if extend.gather is not None:
+            stacked = rows.permute(1, 0, 2, 3).reshape(1, heads, m * group, dim)
+            o, lse = flash_attention_state(
+                stacked,
+                k_layer.index_select(0, extend.gather).transpose(0, 1)[None],
+                v_layer.index_select(0, extend.gather).transpose(0, 1)[None],
+                self.sm_scale,
+            )
+            o = o.view(heads, m, group, dim).permute(1, 0, 2, 3)
+            parts.append(o.reshape(1, m, -1, dim))
+            weights.append(lse.view(heads, m, group).permute(1, 0, 2).reshape(1, m, -1))
+        if len(parts) == 1:
+            return parts[0][0]
+        weight = torch.cat(weights).softmax(dim=0)
+        return (torch.cat(parts) * weight[..., None]).sum(dim=0)
