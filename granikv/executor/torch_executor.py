@@ -1,0 +1,127 @@
+"""Runs StepPlans with torch on the CPU: one worker thread, steps in launch order.
+
+A step: moves, slot writes, token ids, decoder, sampler. Owns the KV arenas, the slot lists and
+the last sampled id of every request row, so that a step can follow another that is still running.
+It knows neither the scheduler nor the cache.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from granikv.attention.cpu import CpuAttention
+from granikv.config import EngineConfig, ModelConfig
+from granikv.core import Count, StepOutput, StepPlan
+from granikv.errors import InvalidArgument, Unavailable
+
+
+class Decoder(Protocol):
+    """A decoder-only model; forward(token_ids [T], positions [T], attend, sample_rows [S])."""
+
+    config: ModelConfig
+
+    def forward(self, token_ids, positions, attend, sample_rows) -> torch.Tensor:
+        """Logits fp32 [S, vocab]; attend(layer, q, k, v) is called once per layer, in order."""
+
+
+class Sampler(Protocol):
+    def sample(
+        self, logits: torch.Tensor, rows: list[int], output_positions: list[int]
+    ) -> StepOutput:
+        """One token per row of logits [S, vocab]; rows are request rows."""
+
+
+class TorchExecutor:
+    """Executor of one model on the CPU. Raises Unavailable when the arenas do not fit.
+
+    keep_logits: return the logits in StepOutput (tests, debugging).
+    """
+
+    def __init__(self, engine_config: EngineConfig, decoder: Decoder, sampler: Sampler):
+        if engine_config.dtype != "float32":
+            raise InvalidArgument("dtype", engine_config.dtype, "'float32' on the CPU")
+        model = decoder.config
+        if engine_config.num_threads:
+            torch.set_num_threads(engine_config.num_threads)
+        self.config, self.decoder, self.sampler = engine_config, decoder, sampler
+        self.keep_logits = False
+        max_seq_len = engine_config.max_seq_len or model.max_position
+        capacity = engine_config.capacity_tokens
+        _require_memory(capacity * model.kv_bytes_per_token(), capacity)
+        shape = (model.num_layers, capacity, model.num_kv_heads, model.head_dim)
+        # empty, not zeros: the system gives pages when slots are first written
+        self.k_arena, self.v_arena = torch.empty(shape), torch.empty(shape)
+        self.request_slots = torch.zeros(
+            (engine_config.max_requests, max_seq_len), dtype=torch.int32
+        )
+        self.last_sampled = torch.zeros(engine_config.max_requests, dtype=torch.int64)
+        self.attention = CpuAttention(model, self.k_arena, self.v_arena, self.request_slots)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="granikv-executor")
+
+    def launch(self, plan: StepPlan) -> Future[StepOutput]:
+        """Queue the step. With async_depth 0 it has ended when this returns."""
+        handle = self._worker.submit(self._step, plan)
+        if self.config.async_depth == 0:
+            handle.exception()  # waits; the error itself is raised by wait()
+        return handle
+
+    def wait(self, handle: Future[StepOutput]) -> StepOutput:
+        return handle.result()
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True)
+
+    @torch.inference_mode()
+    def _step(self, plan: StepPlan) -> StepOutput:
+        begin = time.perf_counter()
+        num_rows = int(plan.counts[Count.NUM_ROWS])
+        num_samples = int(plan.counts[Count.NUM_SAMPLE_ROWS])
+        self._move(plan)
+        writes = torch.from_numpy(plan.slot_writes[: plan.counts[Count.NUM_SLOT_WRITES]]).long()
+        self.request_slots[writes[:, 0], writes[:, 1]] = writes[:, 2].int()
+        self.attention.prepare(plan)
+
+        request_rows = torch.from_numpy(plan.row_request[:num_rows]).long()
+        token_ids = torch.from_numpy(plan.row_token[:num_rows]).long()
+        token_ids = torch.where(token_ids < 0, self.last_sampled[request_rows], token_ids)
+        positions = torch.from_numpy(plan.row_position[:num_rows]).long()
+        sample_rows = torch.from_numpy(plan.sample_rows[:num_samples]).long()
+        logits = self.decoder.forward(token_ids, positions, self.attention.run, sample_rows)
+
+        if num_samples:
+            sampled_requests = request_rows[sample_rows]
+            output_positions = (positions[sample_rows] + 1).tolist()
+            output = self.sampler.sample(logits, sampled_requests.tolist(), output_positions)
+            self.last_sampled[sampled_requests] = torch.from_numpy(output.token_ids).long()
+        else:
+            output = StepOutput(token_ids=np.empty(0, np.int32))
+        if self.keep_logits:
+            output.logits = logits.numpy()
+        output.elapsed_s = time.perf_counter() - begin
+        return output
+
+    def _move(self, plan: StepPlan) -> None:
+        """Copy scattered slots to a contiguous range, in every layer, before append."""
+        for move in plan.moves:
+            source = torch.from_numpy(np.asarray(move.src_slots, dtype=np.int64))
+            target = slice(move.dst_start, move.dst_start + move.length)
+            for arena in (self.k_arena, self.v_arena):
+                for layer in arena:
+                    layer[target] = layer[source]
+
+
+def _require_memory(arena_bytes: int, capacity_tokens: int) -> None:
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if arena_bytes > 0.9 * total_bytes:
+        fits = int(capacity_tokens * 0.9 * total_bytes / arena_bytes)
+        raise Unavailable(
+            f"KV arena: expected at most 90% of {total_bytes / 2**30:.1f} GiB of memory, got "
+            f"{arena_bytes / 2**30:.1f} GiB for capacity_tokens={capacity_tokens}; "
+            f"set capacity_tokens to {fits} or less"
+        )
