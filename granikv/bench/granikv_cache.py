@@ -1,0 +1,72 @@
+"""GraniKV's cache manager behind the replay's interface.
+
+A request's prompt is written in one step and its output's slots are taken at admission, as the
+baseline does, so both hold the same tokens. The clock counts operations.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from granikv.bench.cache import ReplayConfig, make_request
+from granikv.cache.manager import Admission, CacheManager
+from granikv.config import EngineConfig
+from granikv.core import Request, RequestRow
+
+
+class ManagedCache:
+    def __init__(self, config: ReplayConfig):
+        self.manager = CacheManager(
+            EngineConfig(
+                capacity_tokens=config.capacity_tokens,
+                max_requests=config.max_running,
+                min_extent_tokens=config.min_extent_tokens,
+            )
+        )
+        self._requests: dict[int, Request] = {}
+        self._outputs: dict[int, list[int]] = {}
+        self._clock = 0
+
+    def admit(self, key: int, prompt: np.ndarray, output_length: int) -> int | None:
+        self._clock += 1
+        manager, now = self.manager, float(self._clock)
+        request = self._requests.get(key)
+        if request is None:
+            request = make_request(key, prompt, output_length)
+            self._outputs[key], request.output_token_ids = request.output_token_ids, []
+            self._requests[key] = request
+            manager.register(request, now)
+        needed = self._missing(request) + output_length + 1
+        if manager.arena.num_free < needed:
+            manager.evict(needed - manager.arena.num_free)
+            # with nothing else left, eviction takes from the request's own prefix
+            if manager.arena.num_free < self._missing(request) + output_length + 1:
+                return None
+        request.row = RequestRow(0)
+        if manager.try_admit(request, now) is not Admission.ADMITTED:
+            request.row = None
+            return None
+        cached = request.num_computed
+        manager.allocate(request, cached, request.prompt_len - cached)
+        manager.publish(request, request.prompt_len)
+        request.output_token_ids = self._outputs.pop(key)
+        manager.allocate(request, request.prompt_len, output_length)
+        self._step()
+        return cached
+
+    def finish(self, key: int) -> None:
+        request = self._requests.pop(key)
+        self.manager.publish(request, request.num_tokens)
+        self.manager.release(request)
+        self._step()
+
+    def _missing(self, request: Request) -> int:
+        return request.prompt_len - sum(node.published for node in self.manager.path(request))
+
+    def _step(self) -> None:
+        """A step of nothing but this operation: moves are done, retired slots come free."""
+        self.manager.plan_moves()
+        self.manager.take_slot_writes()
+        self._clock += 1
+        self.manager.step_launched(self._clock)
+        self.manager.step_completed(self._clock)

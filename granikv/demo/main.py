@@ -1,0 +1,97 @@
+"""The demo from start to verdict: two runs, the comparison, the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from granikv.demo.reference import NEAR_TIE, Difference, Reference
+from granikv.demo.report import print_table, write_report
+from granikv.demo.runner import LAYOUTS, Response, RunResult, run_layout
+from granikv.demo.workload import AGENTS, MAX_ROUNDS
+
+NEAR_TIE_LIMIT = 0.02  # of the responses compared
+
+
+def compare(
+    runs: list[RunResult], reference: Reference | None, load_reference
+) -> tuple[list[Difference], Reference | None]:
+    """Differences between both runs. A conversation is compared up to its first difference:
+    from there on its prompts differ."""
+    differences: list[Difference] = []
+    parted: set[str] = set()
+    for ours, other in zip(runs[0].responses, runs[1].responses, strict=True):
+        if ours.error or other.error or ours.agent in parted or ours.text == other.text:
+            continue
+        parted.add(ours.agent)
+        reference = reference or load_reference()
+        differences.append(judge(ours, other.text, reference))
+    return differences, reference
+
+
+def judge(ours: Response, expected: str, reference: Reference) -> Difference:
+    gap = reference.relative_gap(ours.prompt, ours.text, expected)
+    return Difference(
+        ours.agent, ours.round_index, ours.text, expected, near_tie=gap < NEAR_TIE, logit_gap=gap
+    )
+
+
+def compare_with_transformers(run: RunResult, reference: Reference) -> list[Difference]:
+    limits = {agent.name: agent.max_tokens for agent in AGENTS}
+    differences = []
+    for response in run.responses:
+        if response.error:
+            continue
+        expected = reference.decode(reference.greedy(response.prompt, limits[response.agent]))
+        if response.text.strip() != expected.strip():
+            differences.append(judge(response, expected, reference))
+    return differences
+
+
+def run_demo(short: bool, folder: Path, console: Console | None = None) -> int:
+    """0 when every response arrived and the answers matched, else 1."""
+    from granikv.models import embedded
+
+    console = console or Console()
+    num_agents, num_rounds = (4, 1) if short else (len(AGENTS), MAX_ROUNDS)
+    console.print(f"{num_agents} agents that share a handbook, {num_rounds} round(s)")
+    runs = [run_layout(layout, num_agents, num_rounds, console, folder) for layout in LAYOUTS]
+
+    def load_reference() -> Reference:
+        console.print("Loading the same model in transformers as the reference")
+        return Reference(Path(embedded.fetch()))
+
+    failed = [r for run in runs for r in run.responses if r.error]
+    differences, reference = compare(runs, None, load_reference)
+    num_compared = len(runs[0].responses)
+    if short:
+        reference = reference or load_reference()
+        differences += compare_with_transformers(runs[0], reference)
+        num_compared += len(runs[0].responses)
+    wrong = [d for d in differences if not d.near_tie]
+    num_ties = len(differences) - len(wrong)
+    matched = not wrong and num_ties <= NEAR_TIE_LIMIT * num_compared
+    verdict = {
+        "responses": sum(len(run.responses) for run in runs),
+        "failed": len(failed),
+        "answers compared": num_compared,
+        "compared with transformers": short,
+        "near-ties": num_ties,
+        "different": len(wrong),
+        "passed": matched and not failed,
+    }
+    print_table(runs, console)
+    for response in failed:
+        console.print(f"{response.agent}, round {response.round_index + 1}: {response.error}")
+    for d in differences:
+        kind = "near-tie" if d.near_tie else "different"
+        console.print(
+            f"{d.agent}, round {d.round_index + 1}: {kind} (logit gap {d.logit_gap:.2e} of the"
+            f" range)\n  got      {d.got!r}\n  expected {d.expected!r}",
+            markup=False,
+        )
+    write_report(folder, runs, differences, verdict)
+    console.print(", ".join(f"{name}: {value}" for name, value in verdict.items()))
+    console.print(f"Report: {folder / 'report.html'}")
+    return 0 if verdict["passed"] else 1
