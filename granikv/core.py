@@ -61,10 +61,11 @@ class Request:
     row: RequestRow | None = None
     output_token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0  # positions with published KV, or written by a launched step
+    num_published: int = 0  # positions whose KV is committed
     num_scheduled_output: int = 0  # tokens asked for, one ahead of output when asynchronous
     leaf: Node | None = None  # deepest tree node of the known tokens (cache manager)
-    tail_slots: list[int] = field(default_factory=list)  # COLD slots behind the tree's path
-    tail_start: int = 0  # position of tail_slots[0]
+    leaf_end: int = 0  # position behind the leaf's last token
+    tail_slots: list[int] = field(default_factory=list)  # COLD slots from position leaf_end on
     num_cached_tokens: int = 0  # reused at first admission
     num_hot_tokens: int = 0  # of the context, in extents at the last step
     num_recomputed_tokens: int = 0  # computed again after a preemption; never counted as hits
@@ -275,6 +276,17 @@ class Choice:
     predicted_us: float
 
 
+@dataclass(frozen=True)
+class NewRow:
+    """A request that takes a row of the request table with this step."""
+
+    row: RequestRow
+    request_id: str
+    params: SamplingParams
+    prompt_token_ids: np.ndarray  # int32 [prompt_len]
+    output_token_ids: tuple[int, ...]  # made before a preemption
+
+
 @dataclass
 class StepPlan:
     """Everything a step decides. Arrays are views cut to this step's counts."""
@@ -297,6 +309,7 @@ class StepPlan:
     slot_writes: np.ndarray
     # host only
     sample_requests: list[Request] = field(default_factory=list)  # one per sample row
+    new_requests: list[NewRow] = field(default_factory=list)  # sampler rows set before the step
     moves: list[Move] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
     regime: str = ""  # "compute", "memory" or "communication"

@@ -1,0 +1,357 @@
+"""The engine: requests in, text out, one step at a time.
+
+With async_depth 1 step n+1 is scheduled, planned and launched before step n is committed; its
+input ids are read from n's sampled ids where the executor keeps them.
+It knows nothing of Triton, processes or sockets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from granikv.cache.manager import CacheManager
+from granikv.config import EngineConfig
+from granikv.core import (
+    Batch,
+    FinishReason,
+    Request,
+    RequestOutput,
+    Status,
+    StepOutput,
+    StepPlan,
+)
+from granikv.cost_model import CostModel
+from granikv.dispatcher import Dispatcher
+from granikv.errors import AlreadyExists, InvalidArgument, Unavailable, Unsupported
+from granikv.executor.torch_executor import TorchExecutor
+from granikv.models import load_model
+from granikv.sampling import Sampler
+from granikv.sampling_params import SamplingParams
+from granikv.scheduler import DrainNeeded, Scheduler
+from granikv.text import Detokenizer, Tokenizer, load_tokenizer
+
+
+@dataclass
+class _Launched:
+    batch: Batch
+    plan: StepPlan
+    handle: object
+
+
+class Engine:
+    """One model on one device.
+
+    `executor`, `tokenizer`: given by tests and by callers that already hold them.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        executor: TorchExecutor | None = None,
+        tokenizer: Tokenizer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.config = config
+        self.clock = clock
+        self.tokenizer = tokenizer
+        if executor is None:
+            decoder = load_model(config.model)
+            self.tokenizer = tokenizer or load_tokenizer(config.model)
+            eos = set(decoder.config.eos_token_ids) | set(self.tokenizer.eos_token_ids)
+            sampler = Sampler(
+                config.max_requests, decoder.config.vocab_size, eos_token_ids=tuple(sorted(eos))
+            )
+            executor = TorchExecutor(config, decoder, sampler)
+        self.executor = executor
+        self.model_config = executor.decoder.config
+        self.max_seq_len = min(
+            config.max_seq_len or self.model_config.max_position, self.model_config.max_position
+        )
+        self.eos_token_ids = frozenset(self.model_config.eos_token_ids) | frozenset(
+            self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
+        )
+        self.cache = CacheManager(config)
+        self.scheduler = Scheduler(config, self.cache)
+        cost = CostModel.load(config.profile, self.model_config, config.num_threads)
+        self.dispatcher = Dispatcher(cost, self.cache)
+        self.requests: dict[str, Request] = {}
+        self._detokenizers: dict[str, Detokenizer] = {}
+        self._cum_logprobs: dict[str, float] = {}
+        self._paths: dict[str, str] = {}
+        self._outputs: list[RequestOutput] = []
+        self._launched: _Launched | None = None
+        self._next_step = 0
+        self.counters: dict[str, float] = dict.fromkeys(
+            (
+                "requests", "prompt_tokens", "cached_tokens", "recomputed_tokens",
+                "generated_tokens", "steps", "failed_steps", "kv_bytes_read", "kv_bytes_flat",
+                "groups_cascade", "groups_gemm", "groups_flat", "predicted_us", "step_us",
+            ),
+            0.0,
+        )  # fmt: skip
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int] | np.ndarray,
+        params: SamplingParams,
+        *,
+        adapter: str = "",
+        salt: str = "",
+        prefix_id: str = "",
+        shared_prefix_len: int = 0,
+        priority: int = 0,
+    ) -> None:
+        """Queue a request. Raises InvalidArgument, AlreadyExists, Unsupported or Unavailable."""
+        if request_id in self.requests:
+            raise AlreadyExists(f"request id {request_id!r}: a live request has it")
+        if adapter:
+            raise Unsupported(f"adapter={adapter!r}: adapters are not served")
+        if len(self.requests) >= self.config.max_queued_requests:
+            raise Unavailable(
+                f"queue: expected fewer than {self.config.max_queued_requests} live requests"
+            )
+        tokens = self._encode(prompt)
+        self._check_lengths(tokens, params)
+        if not 0 <= shared_prefix_len <= len(tokens):
+            raise InvalidArgument(
+                "shared_prefix_len", shared_prefix_len, f"0 to the prompt's {len(tokens)} tokens"
+            )
+        request = Request(
+            request_id,
+            tokens,
+            params,
+            namespace=(str(self.config.model or ""), adapter, salt, self.config.dtype),
+            arrival_time=self.clock(),
+            priority=priority,
+            prefix_id=prefix_id,
+            shared_prefix_len=shared_prefix_len,
+        )
+        self.requests[request_id] = request
+        if self.tokenizer is not None:
+            self._detokenizers[request_id] = Detokenizer(
+                self.tokenizer, params.stop, params.include_stop_str_in_output
+            )
+        self._cum_logprobs[request_id] = 0.0
+        self.scheduler.add(request, self.clock())
+        self.counters["requests"] += 1
+        self.counters["prompt_tokens"] += request.prompt_len
+
+    def _encode(self, prompt: str | Sequence[int] | np.ndarray) -> np.ndarray:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidArgument("prompt", prompt[:40], "token ids: there is no tokenizer")
+            tokens = self.tokenizer.encode(prompt)
+        else:
+            tokens = np.asarray(prompt)
+            vocab = self.model_config.vocab_size
+            if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+                raise InvalidArgument("prompt", tokens.shape, "a flat list of token ids")
+            if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab):
+                bad = int(tokens[(tokens < 0) | (tokens >= vocab)][0])
+                raise InvalidArgument("prompt token id", bad, f"0 to {vocab - 1}")
+        if len(tokens) == 0:
+            raise InvalidArgument("prompt", "", "at least one token")
+        return np.asarray(tokens, dtype=np.int32)
+
+    def _check_lengths(self, tokens: np.ndarray, params: SamplingParams) -> None:
+        limit = min(self.max_seq_len, self.config.capacity_tokens - 2)
+        if len(tokens) >= limit:
+            raise InvalidArgument(
+                "prompt", f"{len(tokens)} tokens", f"fewer than {limit} tokens (the context)"
+            )
+        if len(tokens) + params.max_tokens > limit:
+            raise InvalidArgument(
+                "max_tokens",
+                params.max_tokens,
+                f"at most {limit - len(tokens)}: {len(tokens)} prompt tokens and the context "
+                f"limit of {limit}",
+            )
+
+    def abort(self, request_id: str) -> bool:
+        """Cancel; its slots return with the step in flight. False if no such live request."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self._finish(request, FinishReason.CANCELLED)
+        return True
+
+    def has_work(self) -> bool:
+        return bool(self.requests or self._outputs or self._launched)
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """One step: schedule, plan, launch the next; wait for and commit the one before."""
+        previous, self._launched = self._launched, None
+        try:
+            current = self._launch(in_flight=previous is not None)
+        except DrainNeeded:
+            self._commit(previous)
+            current = self._launch(in_flight=False)
+            previous = None
+        if self.config.async_depth == 0:
+            self._commit(current)
+        else:
+            self._commit(previous)
+            self._launched = current
+        if self.config.debug_checks:
+            self.cache.check_conservation(self.scheduler.running)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _launch(self, in_flight: bool) -> _Launched | None:
+        batch = self.scheduler.schedule(self.clock(), in_flight=in_flight)
+        if not batch.num_rows:
+            return None
+        plan = self.dispatcher.plan(
+            self._next_step,
+            batch,
+            self.scheduler.slots,
+            self.cache.plan_moves(),
+            self.scheduler.new_rows,
+        )
+        self._next_step += 1
+        self.cache.step_launched(plan.step_id)
+        self._count(plan)
+        return _Launched(batch, plan, self.executor.launch(plan))
+
+    def _count(self, plan: StepPlan) -> None:
+        bytes_per_token = self.model_config.kv_bytes_per_token()
+        self.counters["steps"] += 1
+        self.counters["kv_bytes_read"] += plan.kv_tokens_read * bytes_per_token
+        self.counters["kv_bytes_flat"] += plan.kv_tokens_flat * bytes_per_token
+        self.counters["predicted_us"] += plan.predicted_us
+        for choice in plan.choices:
+            self.counters[f"groups_{choice.variant}"] += 1
+        label = max(plan.choices, key=lambda c: c.kv_len * c.num_rows).variant if (
+            plan.choices
+        ) else "cold"  # fmt: skip
+        for request in plan.sample_requests:
+            self._paths[request.request_id] = label if request.num_hot_tokens else "cold"
+
+    def _commit(self, launched: _Launched | None) -> None:
+        if launched is None:
+            return
+        try:
+            output = self.executor.wait(launched.handle)
+        except Exception as error:  # a failed step fails its requests, nothing else
+            self._fail(launched, error)
+            return
+        self.counters["step_us"] += output.elapsed_s * 1e6
+        self.cache.step_completed(launched.plan.step_id)
+        for scheduled in launched.batch.scheduled:
+            if scheduled.request.status is Status.RUNNING:
+                self.cache.publish(scheduled.request, scheduled.start + scheduled.num_tokens)
+        now = self.clock()
+        for i, request in enumerate(launched.plan.sample_requests):
+            if request.status is Status.RUNNING:
+                self._append_token(request, output, i, now)
+
+    def _fail(self, launched: _Launched, error: Exception) -> None:
+        self.counters["failed_steps"] += 1
+        self.cache.step_completed(launched.plan.step_id)
+        hit = {scheduled.request for scheduled in launched.batch.scheduled}
+        if launched.plan.moves:
+            hit.update(self.scheduler.running)
+        for request in hit:
+            if request.status is not Status.FINISHED:
+                request.error = error
+                self._finish(request, FinishReason.ERROR)
+        self.cache.drop_moves(launched.plan.moves)
+
+    def _append_token(self, request: Request, output: StepOutput, i: int, now: float) -> None:
+        token = int(output.token_ids[i])
+        request.output_token_ids.append(token)
+        self.counters["generated_tokens"] += 1
+        if request.first_token_time is None:
+            request.first_token_time = now
+            self.counters["cached_tokens"] += request.num_cached_tokens
+            self.counters["recomputed_tokens"] += request.num_recomputed_tokens
+        request.last_token_time = now
+        made, params = len(request.output_token_ids), request.params
+        is_end = token in self.eos_token_ids and not params.ignore_eos
+        is_end = (is_end or token in params.stop_token_ids) and made >= params.min_tokens
+        out = self._new_output(request)
+        out.token_ids = [token]
+        if output.logprobs is not None and params.logprobs is not None:
+            out.logprobs = [float(output.logprobs[i])]
+            self._cum_logprobs[request.request_id] += out.logprobs[0]
+            if output.top_ids is not None and output.top_logprobs is not None:
+                k = params.logprobs
+                ids, values = output.top_ids[i][:k].tolist(), output.top_logprobs[i][:k].tolist()
+                out.top_logprobs = [dict(zip(ids, values, strict=True))]
+        stopped = False
+        detokenizer = self._detokenizers.get(request.request_id)
+        if detokenizer is not None and not is_end:
+            out.text, stopped = detokenizer.push([token])
+            stopped = stopped and made >= params.min_tokens
+        self._outputs.append(out)
+        if is_end or stopped:
+            self._finish(request, FinishReason.STOP, out)
+        elif made >= params.max_tokens:
+            self._finish(request, FinishReason.LENGTH, out)
+        out.cum_logprob = self._cum_logprobs.get(request.request_id, out.cum_logprob)
+
+    def _new_output(self, request: Request) -> RequestOutput:
+        return RequestOutput(
+            request_id=request.request_id,
+            cum_logprob=self._cum_logprobs.get(request.request_id, 0.0),
+            num_prompt_tokens=request.prompt_len,
+            num_output_tokens=len(request.output_token_ids),
+            num_cached_tokens=request.num_cached_tokens,
+            num_hot_tokens=request.num_hot_tokens,
+            attention_path=self._paths.get(request.request_id, "cold"),
+            arrival_time=request.arrival_time,
+            first_scheduled_time=request.first_scheduled_time,
+            first_token_time=request.first_token_time,
+            last_token_time=request.last_token_time,
+        )
+
+    def _finish(
+        self, request: Request, reason: FinishReason, out: RequestOutput | None = None
+    ) -> None:
+        if out is None:
+            out = self._new_output(request)
+            self._outputs.append(out)
+        out.cum_logprob = self._cum_logprobs.pop(request.request_id, out.cum_logprob)
+        detokenizer = self._detokenizers.pop(request.request_id, None)
+        if detokenizer is not None:
+            out.text += detokenizer.flush()
+        out.finished, out.finish_reason, out.error = True, reason, request.error
+        request.finish_reason = reason
+        self.scheduler.remove(request)
+        request.status = Status.FINISHED
+        del self.requests[request.request_id]
+        self._paths.pop(request.request_id, None)
+
+    # --- state --------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start and gauges of now; lengths in tokens."""
+        usage = self.cache.usage(self.scheduler.running)
+        return {
+            **self.counters,
+            **self.cache.counters,
+            "preemptions": self.scheduler.num_preemptions,
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "max_requests": self.config.max_requests,
+            **{f"kv_{key}_tokens": value for key, value in usage.items()},
+        }
+
+    def close(self) -> None:
+        for request in list(self.requests.values()):
+            request.error = Unavailable("the engine is shutting down")
+            self._finish(request, FinishReason.CANCELLED)
+        if self._launched is not None:
+            self._commit(self._launched)
+            self._launched = None
+        self.executor.close()
