@@ -60,7 +60,7 @@ def run_demo(short: bool, folder: Path, console: Console | None = None) -> int:
 
     def load_reference() -> Reference:
         console.print("Loading the same model in transformers as the reference")
-        return Reference(Path(embedded.fetch()))
+        return Reference(Path(embedded.find_embedded()))
 
     failed = [r for run in runs for r in run.responses if r.error]
     differences, reference = compare(runs, None, load_reference)
