@@ -313,9 +313,11 @@ def _filter(weights: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor
         wanted = top_p * part.cumsum(dim=-1, dtype=torch.float64)[:, -1:]
         best = part.topk(min(vocab, _TOP_P_FIRST_TRY), dim=-1).values
         mass = best.cumsum(dim=-1, dtype=torch.float64)
-        if bool((mass[:, -1:] < wanted).any()):
-            best = part.sort(dim=-1, descending=True).values
-            mass = best.cumsum(dim=-1, dtype=torch.float64)
-        last = torch.searchsorted(mass, wanted).clamp(max=best.shape[-1] - 1)  # first >= wanted
-        weights[nuclear] = torch.where(part >= best.gather(1, last), part, 0.0)
+        last = torch.searchsorted(mass, wanted)  # first entry with enough mass
+        lowest = best.gather(1, last.clamp(max=best.shape[-1] - 1))
+        for i in (last[:, 0] == best.shape[-1]).nonzero()[:, 0].tolist():  # flat rows
+            ordered = part[i].sort(descending=True).values
+            enough = torch.searchsorted(ordered.cumsum(dim=0, dtype=torch.float64), wanted[i])
+            lowest[i] = ordered[enough.clamp(max=vocab - 1)]
+        weights[nuclear] = torch.where(part >= lowest, part, 0.0)
     return weights

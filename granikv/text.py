@@ -2,7 +2,8 @@
 
 Streaming rules: a delta never carries half a character and never a part of a stop string that may
 still complete; the deltas joined equal the decode of all ids. When generation ends inside a
-character, flush() gives its bytes as U+FFFD, as decode() does. Knows nothing of requests.
+character, flush() gives its bytes as U+FFFD, as decode() does (whose byte-fallback kind also
+loses whole characters before such a cut; the stream keeps them). Knows nothing of requests.
 """
 
 from __future__ import annotations

@@ -69,6 +69,7 @@ def verify(path: Path) -> None:
         raise ModelFileError(
             f"{path}: expected SHA-256 {SHA256}, got {digest}; run {FETCH_COMMAND}"
         )
+    known = {path_text: x for path_text, x in known.items() if Path(path_text).exists()}
     known[key] = found
     try:
         marker.parent.mkdir(parents=True, exist_ok=True)
@@ -161,13 +162,13 @@ def _extract(archive: Path, target: Path) -> None:
 def main() -> int:
     """Fetches the model unless a verified copy is there already."""
     try:
-        path = find_embedded()
-    except ModelFileError:
         try:
+            path = find_embedded()
+        except ModelFileError:
             path = fetch()
-        except GraniKVError as error:
-            print(error, file=sys.stderr)
-            return 1
+    except GraniKVError as error:
+        print(error, file=sys.stderr)
+        return 1
     print(path)
     return 0
 

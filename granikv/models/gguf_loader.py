@@ -68,7 +68,7 @@ class GGUFFile:
             self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
         except (OSError, ValueError) as error:  # ValueError: an empty file
             raise ModelFileError(f"{path}: expected a GGUF file: {error}") from error
-        self._view, self._at = memoryview(self._bytes), 0
+        self._view, self._at = self._bytes.data, 0
         if bytes(self._view[:4]) != b"GGUF":
             raise ModelFileError(
                 f"{path}: expected the magic b'GGUF', got {bytes(self._view[:4])!r}"

@@ -279,7 +279,7 @@ def test_embedded_answers(gguf_path):
     from granikv.text import load_tokenizer
 
     model, tokenizer = load_model(), load_tokenizer()
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "What is 2+2?"}])
+    prompt = "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
     ids = torch.from_numpy(tokenizer.encode(prompt)).long()
     attend = dense_attend(model.config)
     for _ in range(9):
