@@ -57,6 +57,17 @@ def gemm_attention_state(
     return torch.matmul(scores, v).div_(total), (peak + total.log()).squeeze(-1)
 
 
+def merge_parts(o: torch.Tensor, lse: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows [R, Hq, D] from parts o [P, Hq, D], natural lse [P, Hq]; index int64 [R, most].
+
+    A row with one part has the exact weights 1 and 0: its part comes back bit for bit.
+    """
+    rows, most = index.shape
+    flat = index.reshape(-1)
+    weight = lse.index_select(0, flat).view(rows, most, -1, 1).softmax(dim=1)
+    return o.index_select(0, flat).view(rows, most, *o.shape[1:]).mul_(weight).sum(dim=1)
+
+
 class CpuAttention:
     """Attention of one engine on the CPU: `prepare` once per step, `run` once per layer.
 
@@ -95,9 +106,12 @@ class CpuAttention:
         """Turn the plan into parts. Raises ValueError for an unknown kind or variant."""
         self.parts = StepParts(plan, self.request_slots, self.num_kv_heads, self.group_size)
         self.num_rows, self.num_decode_rows = self.parts.num_rows, self.parts.num_decode_rows
-        most = max((b.slots.numel() for b in self.parts.buckets), default=0)
-        if self._k_work.numel() < most * self.num_kv_heads * self.head_dim:
-            self._k_work = torch.empty(most, self.num_kv_heads * self.head_dim)
+        self.reserve_gather(max((b.slots.numel() for b in self.parts.buckets), default=0))
+
+    def reserve_gather(self, num_tokens: int) -> None:
+        """Workspace for buckets of up to num_tokens tokens; kept between steps."""
+        if self._k_work.shape[0] < num_tokens:
+            self._k_work = torch.empty(num_tokens, self.num_kv_heads * self.head_dim)
             self._v_work = torch.empty_like(self._k_work)
 
     # -- once per layer ------------------------------------------------------------------------
@@ -127,8 +141,8 @@ class CpuAttention:
         self, q: torch.Tensor, k_layer: torch.Tensor, v_layer: torch.Tensor
     ) -> torch.Tensor:
         """State of the decode rows [num_decode_rows, Hq, D]: all parts, merged."""
-        states = [self._view_state(view, q, k_layer, v_layer) for view in self.parts.views]
-        states += [self._bucket_state(bucket, q, k_layer, v_layer) for bucket in self.parts.buckets]
+        states = [self.view_state(view, q, k_layer, v_layer) for view in self.parts.views]
+        states += [self.bucket_state(bucket, q, k_layer, v_layer) for bucket in self.parts.buckets]
         if self.parts.merge_index is None:
             if not states:
                 return q.new_zeros(0, self.num_qo_heads, self.head_dim)
@@ -136,12 +150,9 @@ class CpuAttention:
             return o if self.parts.select is None else o.index_select(0, self.parts.select)
         o = torch.cat([*(s[0] for s in states), self._sentinel_o])
         lse = torch.cat([*(s[1] for s in states), self._sentinel_lse])
-        index = self.parts.merge_index
-        # a row with one part has the exact weights 1 and 0: its part comes back bit for bit
-        weight = lse[index].softmax(dim=1)
-        return torch.einsum("rphd,rph->rhd", o[index], weight)
+        return merge_parts(o, lse, self.parts.merge_index)
 
-    def _view_state(
+    def view_state(
         self, view: View, q: torch.Tensor, k_layer: torch.Tensor, v_layer: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Parts of a view, split-major: o [num_splits * num_rows, Hq, D], lse likewise."""
@@ -163,7 +174,7 @@ class CpuAttention:
         parts = num_splits * num_rows
         return o.reshape(parts, heads * group, dim), lse.reshape(parts, heads * group)
 
-    def _bucket_state(
+    def bucket_state(
         self, bucket: Bucket, q: torch.Tensor, k_layer: torch.Tensor, v_layer: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Parts of a bucket: o [num_rows, Hq, D], lse [num_rows, Hq]."""
@@ -200,7 +211,7 @@ class CpuAttention:
         parts = [o.permute(2, 0, 1, 3).reshape(1, m, -1, dim)]
         weights = [lse.permute(2, 0, 1).reshape(1, m, -1)]
         for view in extend.views:
-            o, lse = self._view_state(view, q, k_layer, v_layer)
+            o, lse = self.view_state(view, q, k_layer, v_layer)
             parts.append(o.view(view.num_splits, m, -1, dim))
             weights.append(lse.view(view.num_splits, m, -1))
         if extend.gather is not None:

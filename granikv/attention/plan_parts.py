@@ -110,7 +110,7 @@ class StepParts:
         self, rows: np.ndarray, start: int, visible: np.ndarray, variant: HotVariant
     ) -> None:
         """Decode rows [R] over the span at `start`; row i sees visible[i] >= 1 keys."""
-        view = self._make_view(rows, start, visible, variant)
+        view = make_view(rows, start, visible, variant, self.num_kv_heads, self.group_size)
         for slot in range(start + view.length, start + int(visible.max())):
             for row in rows:
                 self._rest[row].append(np.array([slot], np.int32))
@@ -118,23 +118,6 @@ class StepParts:
             self._row_parts[rows[part % view.num_rows]].append(self._num_parts + part)
         self._num_parts += view.num_splits * view.num_rows
         self.views.append(view)
-
-    def _make_view(
-        self, rows: np.ndarray, start: int, visible: np.ndarray, variant: HotVariant
-    ) -> View:
-        length, mask, num_splits = int(visible.max()), None, 1
-        stacked = len(rows) * self.group_size
-        if visible.min() < length:
-            hidden = np.arange(length)[None, :] >= visible[:, None]
-            per_row = np.where(hidden, -np.inf, 0.0).astype(np.float32)
-            mask = torch.from_numpy(np.repeat(per_row, self.group_size, axis=0))[None, None]
-        elif variant is HotVariant.CASCADE and stacked <= 32:
-            # one task per KV head: split the span so that tasks divide among the threads
-            threads = torch.get_num_threads()
-            num_splits = threads // math.gcd(self.num_kv_heads, threads)
-            num_splits = max(1, min(num_splits, length // MIN_SPLIT_TOKENS))
-            length -= length % num_splits
-        return View(_index(rows), len(rows), start, length, num_splits, variant, mask)
 
     def _prepare_cold(self, plan: StepPlan, row_of_partial: np.ndarray) -> None:
         for item in plan.cold_items[: plan.counts[Count.NUM_COLD_ITEMS]]:
@@ -225,7 +208,14 @@ class StepParts:
             runs, rest = self._runs(kind, start, before, request_row) if before else ([], [])
             gather += rest
             for run_start, run_len in runs:
-                view = self._make_view(rows, run_start, np.array([run_len]), HotVariant.CASCADE)
+                view = make_view(
+                    rows,
+                    run_start,
+                    np.array([run_len]),
+                    HotVariant.CASCADE,
+                    self.num_kv_heads,
+                    self.group_size,
+                )
                 views.append(view)
                 if view.length < run_len:
                     tail = np.arange(run_start + view.length, run_start + run_len)
@@ -244,6 +234,32 @@ class StepParts:
             )
         joined = torch.from_numpy(np.concatenate(gather)) if gather else None
         return Extend(first, last, views, joined, _index(own_slots))
+
+
+def make_view(
+    rows: np.ndarray,
+    start: int,
+    visible: np.ndarray,
+    variant: HotVariant,
+    num_kv_heads: int,
+    group_size: int,
+) -> View:
+    """View of rows int64 [R] over the span at `start`; visible [R] or [1]: keys that a row sees.
+
+    A split view may leave the last few of visible.max() keys out: the caller serves them.
+    """
+    length, mask, num_splits = int(visible.max()), None, 1
+    if visible.min() < length:
+        hidden = np.arange(length)[None, :] >= visible[:, None]
+        per_row = np.where(hidden, -np.inf, 0.0).astype(np.float32)
+        mask = torch.from_numpy(np.repeat(per_row, group_size, axis=0))[None, None]
+    elif variant is HotVariant.CASCADE and len(rows) * group_size <= 32:
+        # one task per KV head: split the span so that tasks divide among the threads
+        threads = torch.get_num_threads()
+        num_splits = threads // math.gcd(num_kv_heads, threads)
+        num_splits = max(1, min(num_splits, length // MIN_SPLIT_TOKENS))
+        length -= length % num_splits
+    return View(_index(rows), len(rows), start, length, num_splits, variant, mask)
 
 
 def split_runs(slots: np.ndarray) -> tuple[list[tuple[int, int]], list[np.ndarray]]:

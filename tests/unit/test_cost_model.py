@@ -1,0 +1,118 @@
+"""The cost model on made-up tables, its cache and its shipped profile; nothing here is timed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from granikv import cost_model
+from granikv.config import ModelConfig
+from granikv.cost_model import CostModel, Grid, measure_cpu_profile
+from granikv.errors import InvalidArgument
+
+MODEL = ModelConfig("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192)
+ROWS, HOT, COLD = [1, 4, 16, 64], [64, 256, 1024, 4096], [16, 64, 256]
+
+
+def profile(cascade_per_row: float = 0.02, gemm_start: float = 60.0, per_token=0.2) -> dict:
+    """cascade: 10 + rows * tokens * a; gemm: a start and a smaller slope; cold: per token."""
+    return {
+        "version": 1,
+        "heads": [9, 3, 64],
+        "read_gb_per_s": 10.0,
+        "gflops": 100.0,
+        "rows": ROWS,
+        "hot_tokens": HOT,
+        "cascade_us": [[10 + r * n * cascade_per_row + 0.05 * n for n in HOT] for r in ROWS],
+        "gemm_us": [[gemm_start + r * n * 0.01 + 0.05 * n for n in HOT] for r in ROWS],
+        "cold_tokens": COLD,
+        "cold_us": [[20 + r * n * per_token for n in COLD] for r in ROWS],
+        "merge_us": [20.0, 20.0, 25.0, 40.0],
+    }
+
+
+def choice(model: CostModel, rows: int, kv_len: int) -> str:
+    times = {v: model.hot_us(v, rows, kv_len) + model.merge_us(rows) for v in ("cascade", "gemm")}
+    times["flat"] = model.marginal_flat_us(rows, kv_len)
+    return min(times, key=times.__getitem__)
+
+
+def test_choice_follows_rows_and_length():
+    model = CostModel(profile(), MODEL)
+    assert choice(model, 16, 4096) == "gemm"
+    assert choice(model, 4, 512) == "cascade"
+    assert choice(model, 2, 16) == "flat"
+
+
+def test_changed_profile_changes_the_choice():
+    assert choice(CostModel(profile(gemm_start=1e6), MODEL), 16, 4096) == "cascade"
+    assert choice(CostModel(profile(cascade_per_row=0.001), MODEL), 16, 4096) == "cascade"
+    assert choice(CostModel(profile(per_token=0.0), MODEL), 4, 200) == "flat"
+
+
+def test_table_is_exact_at_its_points_and_continues_outside():
+    model = CostModel(profile(), MODEL)
+    for rows in (1, 16, 64, 10, 128):
+        for tokens in (64, 700, 4096, 10000):
+            want = 10 + rows * tokens * 0.02 + 0.05 * tokens
+            assert model.hot_us("cascade", rows, tokens) == pytest.approx(want)
+    assert model.cold_us(4, 400) == pytest.approx(20 + 400 * 0.2)
+    assert model.cold_us(0, 0) == 0.0 and model.cold_us(3, 0) == 0.0
+    assert Grid([1, 2], [1, 2], [[0, 1], [0, 9]])(0, 0) >= 0
+    assert model.merge_us(128) == pytest.approx(80.0)
+
+
+def test_other_head_geometry_is_scaled():
+    wide = ModelConfig("llama", 30, 576, 1536, 18, 6, 64, 49152, 8192)
+    assert CostModel(profile(), wide).hot_us("gemm", 4, 256) == pytest.approx(
+        2 * CostModel(profile(), MODEL).hot_us("gemm", 4, 256)
+    )
+
+
+def test_label():
+    model = CostModel(profile(), MODEL)
+    assert model.label(1, 4096, 4096) == "memory"
+    assert model.label(512, 4096, 4096) == "compute"
+
+
+def test_unknown_variant_version_and_file_are_errors(tmp_path):
+    with pytest.raises(InvalidArgument, match="cascade"):
+        CostModel(profile(), MODEL).hot_us("flat", 1, 1)
+    with pytest.raises(InvalidArgument, match="version"):
+        CostModel({"version": 0}, MODEL)
+    with pytest.raises(InvalidArgument, match="missing.json"):
+        CostModel.load(str(tmp_path / "missing.json"), MODEL)
+
+
+def test_given_and_shipped_profiles(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(profile()))
+    assert CostModel.load(str(path), MODEL).hot_us("gemm", 1, 64) == pytest.approx(63.84)
+    assert CostModel.load("default", MODEL).hot_us("cascade", 16, 4096) > 0
+
+
+def test_profile_is_measured_once_and_cached(tmp_path, monkeypatch):
+    calls = []
+
+    def fake(model_config):
+        calls.append(model_config)
+        return profile()
+
+    monkeypatch.setattr(cost_model.Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(cost_model, "measure_cpu_profile", fake)
+    first = CostModel.load(None, MODEL, 2).profile
+    assert CostModel.load(None, MODEL, 2).profile == first and len(calls) == 1
+    CostModel.load(None, MODEL, 1)  # another number of threads is another profile
+    (cached, *_) = (tmp_path / ".cache" / "granikv").iterdir()
+    cached.write_text("{")
+    CostModel.load(None, MODEL, 1)
+    CostModel.load(None, MODEL, 2)
+    assert len(calls) == 3
+
+
+def test_measured_profile_has_every_table():
+    small = ModelConfig("llama", 1, 64, 64, 4, 2, 16, 32, 64)
+    model = CostModel(measure_cpu_profile(small), small)
+    assert choice(model, 4, 512) in ("cascade", "gemm", "flat")
+    assert model.profile["read_gb_per_s"] > 0
