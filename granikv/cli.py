@@ -163,7 +163,7 @@ def bench_serve(
 def calibrate(
     out: Annotated[Path | None, typer.Option(help="Write the profile here as well.")] = None,
 ) -> None:
-    """Measure this machine for the dispatcher."""
+    """Measure read bandwidth and matrix rate of this machine."""
     from granikv.bench.harness import probe, write_json
 
     record = probe()
