@@ -75,8 +75,8 @@ def to_wire(output: RequestOutput) -> wire.Output:
 class EngineLoop:
     """Owns the engine and both sockets; `run` returns when told to shut down."""
 
-    def __init__(self, address: str, drain_s: float):
-        self.address, self.drain_s = address, drain_s
+    def __init__(self, address: str, drain_s: float, drained_file: Path | None = None):
+        self.address, self.drain_s, self.drained_file = address, drain_s, drained_file
         self.context = zmq.Context()
         self.commands = self.context.socket(zmq.PULL)
         self.reports = self.context.socket(zmq.PUSH)
@@ -117,6 +117,9 @@ class EngineLoop:
             if self.engine.has_work() and not self.stopping:
                 outputs += self.step()
             self.send(outputs)
+            if self.drain_deadline is not None and not self.live and self.drained_file:
+                self.drained_file.touch()  # the launcher waits for it before it stops the server
+                self.drained_file = None
         self.engine.close()
 
     def take_commands(self) -> list[wire.Output]:
@@ -224,10 +227,12 @@ def main() -> int:
     arguments = parser.parse_args()
     die_with_parent(arguments.parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    loop = EngineLoop(arguments.socket, arguments.drain_s)
+    pid_file = arguments.pid_file
+    drained_file = pid_file.with_suffix(".drained") if pid_file else None
+    loop = EngineLoop(arguments.socket, arguments.drain_s, drained_file)
     signal.signal(signal.SIGTERM, loop.begin_drain)
-    if arguments.pid_file:
-        arguments.pid_file.write_text(f"{os.getpid()}\n")
+    if pid_file:
+        pid_file.write_text(f"{os.getpid()}\n")
     try:
         fields = parse_engine_config(arguments.config, "--config")
         loop.load(arguments.engine_class, EngineConfig(**fields))

@@ -228,13 +228,18 @@ class TritonAdapter:
     def _watch(self) -> None:
         while not self.stopping:
             time.sleep(WATCH_PERIOD_S)
-            for call in list(self.calls.values()):
-                if call.override is None:
-                    self._watch_call(call)
+            self._watch_calls()
             try:
                 self._write_metrics()
             except Exception:
                 logger.exception("metrics could not be written")
+
+    def _watch_calls(self) -> None:
+        """Not inlined in the loop: a variable left there would keep the last sender alive, and
+        with it the model when the server unloads it."""
+        for call in list(self.calls.values()):
+            if call.override is None:
+                self._watch_call(call)
 
     def _watch_call(self, call: Call) -> None:
         if call.deadline is not None and time.monotonic() > call.deadline:

@@ -35,7 +35,8 @@ def test_c35_second_request_with_a_live_id_is_refused(server):
         assert "ALREADY_EXISTS" in answer.errors[0] and "same" in answer.errors[0]
         answer = first.wait("same")
         assert answer.text.split() == [("a", "b", "c", "step_ms=20")[i % 4] for i in range(30)]
-        assert first.ask("same", **QUICK).text.endswith("a b c ")
+        del first.answers["same"]
+        assert first.ask("same", **QUICK).text == "a b c "
     assert all(value >= 0 for value in read_metrics(server.address.metrics_url).values())
 
 

@@ -61,7 +61,8 @@ def test_c71_a_killed_process_fails_streams_fast_and_the_service_returns(tmp_pat
 
 
 def launcher(*arguments: str) -> subprocess.Popen:
-    ports = [f"--{n}-port={p}" for n, p in zip(("http", "grpc", "metrics"), free_ports(3))]
+    http, grpc, metrics = free_ports(3)
+    ports = [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
     return subprocess.Popen(
         [sys.executable, "-m", "granikv.serving.launcher", *ports, *arguments],
         env=dict(os.environ, **FAKE_ENV),
