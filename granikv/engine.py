@@ -120,6 +120,7 @@ class Engine:
             )
         tokens = self._encode(prompt)
         self._check_lengths(tokens, params)
+        self._check_ids(params)
         if not 0 <= shared_prefix_len <= len(tokens):
             raise InvalidArgument(
                 "shared_prefix_len", shared_prefix_len, f"0 to the prompt's {len(tokens)} tokens"
@@ -160,6 +161,16 @@ class Engine:
         if len(tokens) == 0:
             raise InvalidArgument("prompt", "", "at least one token")
         return np.asarray(tokens, dtype=np.int32)
+
+    def _check_ids(self, params: SamplingParams) -> None:
+        vocab = self.model_config.vocab_size
+        ids = [("stop_token_ids", i) for i in params.stop_token_ids]
+        ids += [("bad_words_ids", i) for word in params.bad_words_ids for i in word]
+        for name, i in ids:
+            if not 0 <= i < vocab:
+                raise InvalidArgument(name, i, f"token ids from 0 to {vocab - 1}")
+        if any(not word for word in params.bad_words_ids):
+            raise InvalidArgument("bad_words_ids", (), "non-empty token sequences")
 
     def _check_lengths(self, tokens: np.ndarray, params: SamplingParams) -> None:
         limit = min(self.max_seq_len, self.config.capacity_tokens - 2)

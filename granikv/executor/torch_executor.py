@@ -31,6 +31,9 @@ class Decoder(Protocol):
 
 
 class Sampler(Protocol):
+    def set_request(self, row, params, prompt_ids, output_ids, seed_text) -> None:
+        """Puts a request on a row of the request table."""
+
     def sample(
         self, logits: torch.Tensor, rows: list[int], output_positions: list[int]
     ) -> StepOutput:
@@ -61,6 +64,7 @@ class TorchExecutor:
             (engine_config.max_requests, max_seq_len), dtype=torch.int32
         )
         self.last_sampled = torch.zeros(engine_config.max_requests, dtype=torch.int64)
+        self.prompt_lens = torch.zeros(engine_config.max_requests, dtype=torch.int64)
         self.attention = CpuAttention(model, self.k_arena, self.v_arena, self.request_slots)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="granikv-executor")
 
@@ -82,6 +86,7 @@ class TorchExecutor:
         begin = time.perf_counter()
         num_rows = int(plan.counts[Count.NUM_ROWS])
         num_samples = int(plan.counts[Count.NUM_SAMPLE_ROWS])
+        self._take_rows(plan)
         self._move(plan)
         writes = torch.from_numpy(plan.slot_writes[: plan.counts[Count.NUM_SLOT_WRITES]]).long()
         self.request_slots[writes[:, 0], writes[:, 1]] = writes[:, 2].int()
@@ -96,7 +101,8 @@ class TorchExecutor:
 
         if num_samples:
             sampled_requests = request_rows[sample_rows]
-            output_positions = (positions[sample_rows] + 1).tolist()
+            made = positions[sample_rows] + 1 - self.prompt_lens[sampled_requests]
+            output_positions = made.tolist()
             output = self.sampler.sample(logits, sampled_requests.tolist(), output_positions)
             self.last_sampled[sampled_requests] = torch.from_numpy(output.token_ids).long()
         else:
@@ -105,6 +111,14 @@ class TorchExecutor:
             output.logits = logits.numpy()
         output.elapsed_s = time.perf_counter() - begin
         return output
+
+    def _take_rows(self, plan: StepPlan) -> None:
+        """Sampler state of newly admitted requests, in step order: a row may just have been freed."""
+        for new in plan.new_requests:
+            self.prompt_lens[new.row] = len(new.prompt_token_ids)
+            self.sampler.set_request(
+                new.row, new.params, new.prompt_token_ids, new.output_token_ids, new.request_id
+            )
 
     def _move(self, plan: StepPlan) -> None:
         """Copy scattered slots to a contiguous range, in every layer, before append."""
