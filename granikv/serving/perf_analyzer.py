@@ -73,28 +73,31 @@ def run(
     request_rate: float | None = None,
     extra_arguments: Iterable[str] = (),
     timeout_s: float = 600.0,
+    attempts: int = 5,
 ) -> dict:
     """url: host:port of gRPC. request_rate (per second, Poisson) replaces concurrency.
 
     Returns what `parse_profile` does, with perf_analyzer's own text as `stdout`. Raises
     Unavailable with the tool's last words when it fails.
     """
-    binary = find_perf_analyzer()
+    load = [f"--concurrency-range={concurrency}"]
+    if request_rate is not None:
+        load = [f"--request-rate-range={request_rate}", "--request-distribution=poisson"]
+    arguments = [
+        *("-m", model, "-u", url, "-i", "grpc", "--streaming", "--async"),
+        f"--input-data={input_file}",
+        *load,
+        f"--request-count={request_count}",
+        *extra_arguments,
+    ]
+    return _run(find_perf_analyzer(), arguments, timeout_s, attempts)
+
+
+def _run(binary: Path, arguments: list[str], timeout_s: float, attempts: int) -> dict:
     with tempfile.TemporaryDirectory(prefix="granikv_perf_") as folder:
         link_libraries(Path(folder) / "lib")
         export = Path(folder) / "profile.json"
-        load = [f"--concurrency-range={concurrency}"]
-        if request_rate is not None:
-            load = [f"--request-rate-range={request_rate}", "--request-distribution=poisson"]
-        command = [
-            str(binary),
-            *("-m", model, "-u", url, "-i", "grpc", "--streaming", "--async"),
-            f"--input-data={input_file}",
-            *load,
-            f"--request-count={request_count}",
-            f"--profile-export-file={export}",
-            *extra_arguments,
-        ]
+        command = [str(binary), *arguments, f"--profile-export-file={export}"]
         libraries = [f"{folder}/lib", os.environ.get("LD_LIBRARY_PATH", "")]
         environment = dict(os.environ, LD_LIBRARY_PATH=os.pathsep.join(p for p in libraries if p))
         done = subprocess.run(
@@ -103,7 +106,15 @@ def run(
         if done.returncode or not export.exists():
             words = (done.stdout + done.stderr)[-2000:]
             raise Unavailable(f"perf_analyzer ended with code {done.returncode}: {words}")
-        return parse_profile(json.loads(export.read_text())) | {"stdout": done.stdout}
+        # 2.51.0 exports uninitialised memory for outputs that a response lacks, and writes an
+        # empty file when that reads as NaN: measure again
+        try:
+            profile = json.loads(export.read_text(errors="replace"))
+        except json.JSONDecodeError as error:
+            if attempts > 1:
+                return _run(binary, arguments, timeout_s, attempts - 1)
+            raise Unavailable(f"perf_analyzer's export cannot be read: {error}") from None
+        return parse_profile(profile) | {"stdout": done.stdout}
 
 
 def parse_profile(profile: Mapping, streamed: bool = True) -> dict:
