@@ -166,7 +166,7 @@ class EngineLoop:
         tokenizer = getattr(self.engine, "tokenizer", None)
         if tokenizer is None:
             raise Unsupported("bad_words: this engine has no tokenizer")
-        sequences = {}
+        sequences: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word, " " + word):
                 try:

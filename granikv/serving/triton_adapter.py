@@ -120,8 +120,8 @@ class TritonAdapter:
                 self.calls[call_id] = call
                 self.owners.update(dict.fromkeys(call.rows, call))
         with call.lock:
-            for error in errors:
-                self._send(sender, error=error, final=not commands and error is errors[-1])
+            for refusal in errors:
+                self._send(sender, error=refusal, final=not commands and refusal is errors[-1])
         for command in commands:
             self.client.send(command)
         if self.client.dead_reason:
