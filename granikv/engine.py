@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +40,7 @@ from granikv.text import Detokenizer, Tokenizer, load_tokenizer
 class _Launched:
     batch: Batch
     plan: StepPlan
-    handle: object
+    handle: Future[StepOutput]
 
 
 class Engine:

@@ -181,9 +181,9 @@ class StepParts:
         """Part indices [num_decode_rows, most]; direct when every row has just one part."""
         most = max((len(p) for p in self._row_parts), default=0)
         if all(len(p) == 1 for p in self._row_parts):
-            parts = np.array([p[0] for p in self._row_parts], np.int64)
-            if not np.array_equal(parts, np.arange(self._num_parts)):
-                self.select = torch.from_numpy(parts)
+            order = np.array([p[0] for p in self._row_parts], np.int64)
+            if not np.array_equal(order, np.arange(self._num_parts)):
+                self.select = torch.from_numpy(order)
             return
         index = np.full((self.num_decode_rows, max(most, 1)), self._num_parts, np.int64)
         for row, parts in enumerate(self._row_parts):

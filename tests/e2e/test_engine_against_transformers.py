@@ -1,0 +1,394 @@
+"""Tokens of the whole engine against Hugging Face transformers in fp32, on tiny random models.
+
+Cold, warm, shared at one to three levels, leaders and followers, cancels, preemption, chunks.
+Conservation of slots is checked after every step (debug_checks) and at the end of each test.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from helpers import TINY_VOCAB, make_tiny_hf
+
+from granikv.config import EngineConfig
+from granikv.core import FinishReason
+from granikv.engine import Engine
+from granikv.errors import AlreadyExists, InvalidArgument
+from granikv.executor.torch_executor import TorchExecutor
+from granikv.models import load_model
+from granikv.sampling import Sampler
+from granikv.sampling_params import SamplingParams
+
+ARCHS = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    import transformers
+
+    folders = {a: make_tiny_hf(tmp_path_factory.mktemp(a), a, seed=3) for a in ARCHS}
+    return {
+        a: (
+            load_model(f),
+            getattr(transformers, a).from_pretrained(str(f), dtype=torch.float32).eval(),
+        )
+        for a, f in folders.items()
+    }
+
+
+def make_engine(models, arch="LlamaForCausalLM", **settings):
+    decoder = models[arch][0]
+    config = EngineConfig(
+        **{
+            "capacity_tokens": 4096,
+            "max_requests": 40,
+            "min_extent_tokens": 16,
+            "max_num_batched_tokens": 64,
+            "debug_checks": True,
+            "max_seq_len": 256,
+        }
+        | settings
+    )
+    sampler = Sampler(config.max_requests, decoder.config.vocab_size, eos_token_ids=())
+    return Engine(config, executor=TorchExecutor(config, decoder, sampler))
+
+
+def run(engine, requests, max_tokens=6, cancel=None, gap=0):
+    """Token ids of each prompt; requests arrive `gap` steps apart; cancel=(id, step)."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    queue = list(enumerate(requests))
+    made: dict[str, list[int]] = {}
+    reasons: dict[str, FinishReason] = {}
+    step = 0
+    while queue or engine.has_work():
+        assert step < 3000, "the engine makes no progress"
+        while queue and (gap == 0 or step % gap == 0):
+            i, prompt = queue.pop(0)
+            engine.add_request(f"r{i}", prompt, params)
+            made[f"r{i}"] = []
+            if gap:
+                break
+        if cancel is not None and step == cancel[1]:
+            assert engine.abort(cancel[0])
+        for out in engine.step():
+            made[out.request_id] += out.token_ids
+            if out.finished:
+                assert out.error is None
+                reasons[out.request_id] = out.finish_reason
+        step += 1
+    check_clean(engine)
+    return [made[f"r{i}"] for i in range(len(requests))], reasons
+
+
+def check_clean(engine):
+    """Nothing leaks: all slots are free or cached, all nodes unlocked, no map keeps an entry."""
+    cache, scheduler = engine.cache, engine.scheduler
+    cache.check_conservation([])
+    assert not scheduler.running and not scheduler.waiting and not engine.requests
+    assert not cache._paths and not engine._detokenizers and not engine._cum_logprobs
+    assert not engine._paths and len(scheduler._free_rows) == engine.config.max_requests
+    for node in cache.tree.nodes():
+        assert node.locks == node.users == 0 and node.writer is None
+    assert cache.usage([])["retiring"] == 0
+
+
+def expected(models, arch, prompt, max_tokens=6):
+    model = models[arch][1]
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            min_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return out[0, len(prompt) :].tolist()
+
+
+def assert_matched(models, arch, prompt, got, max_tokens=6):
+    """design.md's rule: equal, or a near-tie of the reference at the first difference."""
+    want = expected(models, arch, prompt, max_tokens)
+    if got == want:
+        return
+    assert len(got) == len(want), (got, want)
+    first = next(i for i in range(len(want)) if got[i] != want[i])
+    with torch.inference_mode():
+        logits = models[arch][1](torch.tensor([[*prompt, *want[:first]]])).logits[0, -1]
+    gap = float(logits[want[first]] - logits[got[first]])
+    assert gap < 1e-3 * float(logits.max() - logits.min()), (first, got, want, gap)
+
+
+def tokens(seed, count):
+    return np.random.default_rng(seed).integers(3, TINY_VOCAB, count).tolist()
+
+
+EVERYONE, GROUP_A, GROUP_B = tokens(1, 48), tokens(2, 32), tokens(3, 40)
+
+
+def three_levels():
+    session = tokens(4, 20)
+    return [
+        EVERYONE + GROUP_A + session + tokens(10, 5),
+        EVERYONE + GROUP_A + session + tokens(11, 9),
+        EVERYONE + GROUP_A + tokens(12, 3),
+        EVERYONE + GROUP_B + tokens(13, 7),
+        EVERYONE + GROUP_B + tokens(14, 1),
+        EVERYONE + tokens(15, 4),
+        tokens(16, 6),
+    ]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("async_depth", [0, 1])
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_shared_at_three_levels(models, arch, async_depth, chunk):
+    prompts = three_levels()
+    engine = make_engine(models, arch, async_depth=async_depth, max_num_batched_tokens=chunk)
+    for _ in range(2):  # cold, then warm
+        made, _ = run(engine, prompts)
+        for prompt, got in zip(prompts, made, strict=True):
+            assert_matched(models, arch, prompt, got)
+    assert engine.cache.counters["extents"] >= 2
+    assert engine.counters["cached_tokens"] > sum(map(len, prompts)) / 2
+    engine.close()
+
+
+@pytest.mark.parametrize("layout", ["asymmetric", "uniform"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_layouts_and_caching_agree(models, layout, caching):
+    prompts = three_levels()
+    engine = make_engine(models, prefix_layout=layout, enable_prefix_caching=caching)
+    made, _ = run(engine, prompts)
+    for prompt, got in zip(prompts, made, strict=True):
+        assert_matched(models, ARCHS[0], prompt, got)
+    if not caching or layout == "uniform":
+        assert engine.cache.counters["extents"] == 0
+    engine.close()
+
+
+def test_c02_whole_prompt_cached_recomputes_the_last_token(models):
+    prompt = tokens(20, 64)
+    engine = make_engine(models)
+    made = [run(engine, [prompt], max_tokens=3)[0][0] for _ in range(3)]
+    assert made[0] == made[1] == made[2]
+    assert_matched(models, ARCHS[0], prompt, made[0], 3)
+    assert engine.counters["cached_tokens"] == 2 * 63
+    engine.close()
+
+
+def test_c01_cold_and_warm_are_equal(models):
+    prompt = tokens(21, 200)
+    engine = make_engine(models)
+    warm = [run(engine, [prompt], max_tokens=20)[0][0] for _ in range(4)]
+    engine.close()
+    engine = make_engine(models, enable_prefix_caching=False)
+    warm.append(run(engine, [prompt], max_tokens=20)[0][0])
+    engine.close()
+    for got in warm:
+        assert_matched(models, ARCHS[0], prompt, got, 20)
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
+def test_c04_lengths_around_an_extents_end(models, length):
+    prompt = tokens(22, length)
+    prompts = [prompt, prompt + tokens(23, 5), prompt]
+    engine = make_engine(models)
+    made, _ = run(engine, prompts)
+    for one, got in zip(prompts, made, strict=True):
+        assert_matched(models, ARCHS[0], one, got)
+    engine.close()
+
+
+def test_c05_arrivals_together_compute_the_prefix_once(models):
+    prefix = tokens(24, 128)
+    prompts = [[*prefix, 3 + i, *tokens(100 + i, 7)] for i in range(32)]
+    engine = make_engine(models)
+    made, _ = run(engine, prompts, max_tokens=4)
+    for prompt, got in zip(prompts, made, strict=True):
+        assert_matched(models, ARCHS[0], prompt, got, 4)
+    assert engine.counters["cached_tokens"] == 31 * 128
+    assert engine.cache.counters["extents"] == 1
+    engine.close()
+
+
+def test_c32_a_strict_prefix_and_twins_inside_the_shared_prefix(models):
+    prompt = tokens(25, 64)
+    prompts = [prompt, prompt, prompt[:40], prompt + tokens(26, 3)]
+    engine = make_engine(models)
+    for _ in range(2):
+        made, _ = run(engine, prompts)
+        for one, got in zip(prompts, made, strict=True):
+            assert_matched(models, ARCHS[0], one, got)
+    engine.close()
+
+
+@pytest.mark.parametrize("gap", [1, 2])
+def test_arrivals_some_steps_apart_join_a_growing_extent(models, gap):
+    prompts = three_levels()
+    engine = make_engine(models, max_num_batched_tokens=16)
+    made, _ = run(engine, prompts, gap=gap)
+    for prompt, got in zip(prompts, made, strict=True):
+        assert_matched(models, ARCHS[0], prompt, got)
+    engine.close()
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
+@pytest.mark.parametrize("async_depth", [0, 1])
+def test_leader_cancelled_in_mid_prefill(models, step, async_depth):
+    prefix = tokens(27, 100)
+    prompts = [prefix + tokens(200 + i, 6) for i in range(4)]
+    engine = make_engine(models, max_num_batched_tokens=16, async_depth=async_depth)
+    made, reasons = run(engine, prompts, cancel=("r0", step))
+    assert reasons["r0"] is FinishReason.CANCELLED
+    for prompt, got in list(zip(prompts, made, strict=True))[1:]:
+        assert_matched(models, ARCHS[0], prompt, got)
+    engine.close()
+
+
+def test_batch_of_33_ragged(models):
+    prefix = tokens(28, 30)
+    prompts = [prefix[: i % 3 * 15] + tokens(300 + i, 1 + 3 * i) for i in range(33)]
+    engine = make_engine(models)
+    made, _ = run(engine, prompts, max_tokens=5)
+    for prompt, got in zip(prompts, made, strict=True):
+        assert_matched(models, ARCHS[0], prompt, got, 5)
+    engine.close()
+
+
+@pytest.mark.parametrize("async_depth", [0, 1])
+def test_c73_preemption_is_not_counted_as_a_hit(models, async_depth):
+    prompts = [tokens(400 + i, 30) for i in range(6)]
+    engine = make_engine(models, capacity_tokens=150, async_depth=async_depth)
+    made, _ = run(engine, prompts, max_tokens=40)
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.counters["cached_tokens"] == 0
+    for prompt, got in zip(prompts, made, strict=True):
+        assert_matched(models, ARCHS[0], prompt, got, 40)
+    engine.close()
+
+
+def test_promotion_of_a_prefix_that_turns_out_shared(models):
+    prefix = tokens(29, 60)
+    engine = make_engine(models)
+    run(engine, [prefix + tokens(30, 4)])
+    prompts = [prefix + tokens(31 + i, 4) for i in range(3)]
+    made, _ = run(engine, prompts)
+    for prompt, got in zip(prompts, made, strict=True):
+        assert_matched(models, ARCHS[0], prompt, got)
+    assert engine.cache.counters["promotions"] >= 1
+    engine.close()
+
+
+def test_c47_the_tail_is_evicted_before_the_head(models):
+    engine = make_engine(models, capacity_tokens=129)
+    chain = tokens(32, 96)
+    run(engine, [chain], max_tokens=1)
+    run(engine, [tokens(33, 64)], max_tokens=1)
+    before = engine.counters["cached_tokens"]
+    run(engine, [chain], max_tokens=1)
+    assert engine.counters["cached_tokens"] - before >= 60
+    engine.close()
+
+
+def test_c50_a_large_request_starts_within_a_bounded_wait(models):
+    engine = make_engine(models, capacity_tokens=130, max_seq_len=128)
+    small = [tokens(500 + i, 6) for i in range(60)]
+    prompts = [small[0], tokens(34, 110), *small[1:]]
+    made, _ = run(engine, prompts, max_tokens=4)
+    assert all(len(one) == 4 for one in made)
+    engine.close()
+
+
+def test_c52_progress_with_a_full_cache(models):
+    engine = make_engine(models, capacity_tokens=200)
+    for i in range(3):
+        run(engine, [tokens(600 + i, 55)], max_tokens=2)
+    prompts = [tokens(610 + i, 90) for i in range(50)]
+    made, _ = run(engine, prompts, max_tokens=2)
+    assert all(len(one) == 2 for one in made)
+    engine.close()
+
+
+def test_c08_salt_and_adapter_are_apart(models):
+    engine = make_engine(models)
+    prompt, params = tokens(35, 40), SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    for i, salt in enumerate(["", "X", "X"]):
+        engine.add_request(f"s{i}", prompt, params, salt=salt)
+        while engine.has_work():
+            engine.step()
+        assert engine.counters["cached_tokens"] == (39 if i == 2 else 0)
+    check_clean(engine)
+    engine.close()
+
+
+def test_c43_c79_submit_and_cancel_leaves_nothing(models):
+    engine = make_engine(models)
+    params = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
+    for i in range(1000):
+        engine.add_request(f"c{i}", tokens(700 + i % 7, 20), params)
+        if i % 3 == 0:
+            engine.step()
+        assert engine.abort(f"c{i}")
+    while engine.has_work():
+        engine.step()
+    assert not engine.abort("c1")
+    check_clean(engine)
+    engine.close()
+
+
+def test_c35_a_live_id_is_refused_and_the_first_is_unharmed(models):
+    engine = make_engine(models)
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    prompt = tokens(36, 20)
+    engine.add_request("same", prompt, params)
+    with pytest.raises(AlreadyExists, match="same"):
+        engine.add_request("same", prompt, params)
+    made = []
+    while engine.has_work():
+        made += [t for out in engine.step() for t in out.token_ids]
+    assert_matched(models, ARCHS[0], prompt, made)
+    check_clean(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "length,max_tokens", [(0, 4), (256, 1), (2560, 1), (200, 57), (5, 2**31 - 1)]
+)
+def test_c53_c58_c59_lengths_are_refused_on_arrival(models, length, max_tokens):
+    engine = make_engine(models)
+    with pytest.raises(InvalidArgument):
+        engine.add_request("bad", tokens(37, length), SamplingParams(max_tokens=max_tokens))
+    assert not engine.has_work()
+    check_clean(engine)
+    engine.close()
+
+
+def test_a_failing_step_fails_its_requests_and_nothing_leaks(models, monkeypatch):
+    engine = make_engine(models)
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    prompt = tokens(38, 40)
+    engine.add_request("a", prompt, params)
+    forward = engine.executor.decoder.forward
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(engine.executor.decoder, "forward", broken)
+    outputs = []
+    for _ in range(4):
+        outputs += engine.step()
+    assert [o.finish_reason for o in outputs if o.finished] == [FinishReason.ERROR]
+    check_clean(engine)
+    monkeypatch.setattr(engine.executor.decoder, "forward", forward)
+    made, _ = run(engine, [prompt])
+    assert_matched(models, ARCHS[0], prompt, made[0])
+    engine.close()
