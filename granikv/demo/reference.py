@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from granikv.demo.workload import shared_prefix
+from granikv.text import load_tokenizer
 
 NEAR_TIE = 1e-3  # of the logit range
 
@@ -30,11 +31,13 @@ class Difference:
 class Reference:
     def __init__(self, gguf_path: Path):
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
 
         folder, name = str(gguf_path.parent), gguf_path.name
         self.torch = torch
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+        # token ids are the model's input, so both sides get the same ones: transformers ignores
+        # the file's pre-tokenizer (`smollm`, which splits digits); tests compare the tokenizers
+        self.tokenizer = load_tokenizer(gguf_path)
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             folder, gguf_file=name, dtype=torch.float32
         ).eval()
@@ -44,7 +47,7 @@ class Reference:
             self._cache = self.model(ids, use_cache=True, logits_to_keep=1).past_key_values
 
     def _encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.tokenizer.encode(text).tolist()
 
     def _logits(self, prompt: str, answer_ids: list[int]) -> tuple[Any, Any]:
         """(logits [answer + 1, vocab] behind the prompt, cache)."""
@@ -65,8 +68,7 @@ class Reference:
     def greedy(self, prompt: str, max_tokens: int) -> list[int]:
         """Token ids of the greedy answer, without the end token."""
         logits, cache = self._logits(prompt, [])
-        ends = self.model.generation_config.eos_token_id
-        ends = set(ends) if isinstance(ends, list) else {ends, self.tokenizer.eos_token_id}
+        ends = self.tokenizer.eos_token_ids
         ids: list[int] = []
         while len(ids) < max_tokens:
             token = int(logits[-1].argmax())
@@ -81,14 +83,12 @@ class Reference:
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        return self.tokenizer.decode(ids)
 
     def relative_gap(self, prompt: str, got: str, expected: str) -> float:
         """Logit gap of the first differing tokens, as a share of the logit range there."""
         a, b = self._encode(got), self._encode(expected)
-        end = self.tokenizer.eos_token_id
+        end = self.tokenizer.eos_token_ids[0]
         a, b = [*a, end], [*b, end]
         at = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
         logits = self._logits(prompt, a[:at])[0][-1]
