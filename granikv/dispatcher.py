@@ -108,9 +108,7 @@ class Dispatcher:
             predicted_us=predicted,
         )
         plan.kv_tokens_read, plan.kv_tokens_flat = builder.tokens_read, builder.tokens_flat
-        extend_rows = next_row - len(decodes)
-        # rows x 2 FLOP per weight against weights read once: compute-bound once the rows are many
-        plan.regime = "compute" if extend_rows > 32 or len(decodes) > 64 else "memory"
+        plan.regime = self.cost.label(next_row, plan.kv_tokens_read, plan.kv_tokens_flat)
         return plan
 
     def _choose(self, builder: _SpanBuilder) -> tuple[list[Choice], float]:

@@ -92,6 +92,7 @@ class Engine:
                 "requests", "prompt_tokens", "cached_tokens", "recomputed_tokens",
                 "generated_tokens", "steps", "failed_steps", "kv_bytes_read", "kv_bytes_flat",
                 "groups_cascade", "groups_gemm", "groups_flat", "predicted_us", "step_us",
+                "steps_compute", "steps_memory",
             ),
             0.0,
         )  # fmt: skip
@@ -241,6 +242,7 @@ class Engine:
         self.counters["kv_bytes_read"] += plan.kv_tokens_read * bytes_per_token
         self.counters["kv_bytes_flat"] += plan.kv_tokens_flat * bytes_per_token
         self.counters["predicted_us"] += plan.predicted_us
+        self.counters[f"steps_{plan.regime}"] += 1
         for choice in plan.choices:
             self.counters[f"groups_{choice.variant}"] += 1
         label = max(plan.choices, key=lambda c: c.kv_len * c.num_rows).variant if (
@@ -348,14 +350,23 @@ class Engine:
 
     def stats(self) -> dict[str, float]:
         """Counters since the start and gauges of now; lengths in tokens."""
-        usage = self.cache.usage(self.scheduler.running)
+        running = self.scheduler.running
+        usage = self.cache.usage(running)
+        free = usage["free"]
         return {
             **self.counters,
             **self.cache.counters,
             "preemptions": self.scheduler.num_preemptions,
-            "running": len(self.scheduler.running),
-            "waiting": len(self.scheduler.waiting),
+            "active_requests": len(self.requests),
+            "running_requests": len(running),
+            "waiting_requests": len(self.scheduler.waiting),
+            "prefill_requests": sum(not r.num_scheduled_output for r in running),
             "max_requests": self.config.max_requests,
+            "capacity_tokens": usage["capacity"],
+            "free_tokens": free,
+            "used_tokens": usage["capacity"] - free,
+            "used_fraction": 1.0 - free / usage["capacity"],
+            "tokens_per_block": 1,
             **{f"kv_{key}_tokens": value for key, value in usage.items()},
         }
 
