@@ -1,0 +1,106 @@
+"""The embedded model behind a real Triton server, over gRPC: answers, sharing, cancels, limits."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
+from grpc_stream import Stream
+
+from granikv.text import load_tokenizer
+
+pytestmark = pytest.mark.timeout(240)
+HANDBOOK = "You belong to a team of agents that answer briefly and in plain words. " * 64
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    if not shutil.which("tritonserver") and importlib.util.find_spec("pytriton") is None:
+        pytest.skip("no Triton server: neither on PATH nor in the nvidia-pytriton wheel")
+    from granikv.serving.launcher import running_server
+
+    log = tmp_path_factory.mktemp("triton") / "server.log"
+    config = {"capacity_tokens": 16384, "max_seq_len": 4096, "debug_checks": True}
+    with running_server(config, log_path=log, start_timeout_s=120.0) as handle:
+        yield handle
+
+
+def metric(server, name):
+    with urllib.request.urlopen(server.address.metrics_url) as response:
+        text = response.read().decode()
+    return sum(float(x.rsplit(" ", 1)[1]) for x in text.splitlines() if x.startswith(name))
+
+
+def chat(question):
+    messages = [{"role": "user", "content": question}]
+    return load_tokenizer(None).apply_chat_template(messages, add_generation_prompt=True)
+
+
+def test_what_is_two_and_two(server):
+    with Stream(server.address.grpc_url) as stream:
+        answer = stream.ask(
+            "q", 60, text_input=chat("What is 2+2?"), max_tokens=20, exclude_input_in_output=True
+        )
+        assert "4" in answer.text and not answer.errors
+        streamed = stream.ask(
+            "s", 60, text_input=chat("What is 2+2?"), max_tokens=20, stream=True,
+            exclude_input_in_output=True,
+        )  # fmt: skip
+        assert streamed.text == answer.text and len(streamed.texts) > 1
+        assert int(streamed.last["cached_tokens"].item()) > 0
+
+
+def test_c31_a_hundred_requests_with_a_common_prefix_end_in_time(server):
+    start = time.monotonic()
+    with Stream(server.address.grpc_url) as stream:
+        for i in range(100):
+            stream.send(f"a{i}", text_input=f"{HANDBOOK}Task {i}:", max_tokens=2)
+        answers = [stream.wait(f"a{i}", 60) for i in range(100)]
+    assert all(not a.errors and len(a.outputs) == 1 for a in answers)
+    assert time.monotonic() - start < 60
+    assert sum(int(a.last["hot_tokens"].item()) > 500 for a in answers) >= 99
+
+
+def test_c40_cancel_stops_generation_and_frees_the_slots(server):
+    with Stream(server.address.grpc_url) as stream:
+        stream.send("long", text_input="Count:", max_tokens=3000, end_id=-1, stream=True)
+        while len(stream.answers.get("long", ()) and stream.answers["long"].texts) < 5:
+            stream.receive(30)
+    deadline = time.monotonic() + 10
+    while metric(server, "nv_granikv_running_requests") and time.monotonic() < deadline:
+        time.sleep(0.2)
+    made = metric(server, "nv_granikv_generated_tokens")
+    time.sleep(1.0)
+    assert metric(server, "nv_granikv_generated_tokens") == made
+    assert metric(server, "nv_granikv_running_requests") == 0
+
+
+def test_c59_one_bad_length_among_seven_good(server):
+    with Stream(server.address.grpc_url) as stream:
+        for i in range(7):
+            stream.send(f"good{i}", text_input=f"Say {i}.", max_tokens=3)
+        stream.send("bad", text_input="Say it.", max_tokens=5000)
+        for i in range(7):
+            assert len(stream.wait(f"good{i}", 30).outputs) == 1 or stream.answers[""].errors
+        while "" not in stream.answers:
+            stream.receive(10)
+        (error,) = stream.answers[""].errors
+    assert "INVALID_ARG" in error and "max_tokens" in error and "5000" in error
+    assert sum(stream.answers[f"good{i}"].is_final for i in range(7)) == 7
+
+
+def test_nothing_is_left_behind(server):
+    deadline = time.monotonic() + 10
+    while metric(server, "nv_granikv_active_requests") and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert metric(server, "nv_granikv_active_requests") == 0
+    assert metric(server, "nv_granikv_failed_steps") == 0
+    assert metric(server, "nv_granikv_kv_retiring_tokens") == 0
+    assert metric(server, "nv_granikv_kv_pinned_tokens") == 0
