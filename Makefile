@@ -33,7 +33,7 @@ $(VENV)/.ok: pyproject.toml $(CONSTRAINTS) build_scripts/find_python.sh
 	$(PIP) -c $(CONSTRAINTS) "numpy==1.26.4" "$(TORCH)" accelerate -e ".[serve,bench,test,dev]" $(PIP_OPTIONS)
 	$(PY) -c "import triton" 2>/dev/null || $(PIP) "$(TRITON)"
 	$(PIP) --no-deps "nvidia-pytriton==0.7.0"
-	test ! -f granikv/models/embedded.py || $(PY) -m granikv.models.embedded
+	$(PY) -m granikv.models.embedded
 	touch $@
 
 demo: $(VENV)/.ok

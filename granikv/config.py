@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from granikv.errors import InvalidArgument
@@ -65,7 +65,6 @@ class EngineConfig:
     num_threads: int = 0  # 0: torch's default
     profile: str | None = None  # hardware profile, JSON; None: measured at first start, cached
     debug_checks: bool = False  # conservation and finite-logit checks every step
-    extra: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, lowest in (

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from granikv.cache.prefix_tree import Node
 
 RequestRow = NewType("RequestRow", int)  # row of the request table, fixed from admission to end
-Slot = NewType("Slot", int)  # token slot of the arena, valid in every layer
 
 # (model, adapter, salt, KV dtype and scales): each a tagged field, never one joined string
 Namespace = tuple[str, str, str, str]

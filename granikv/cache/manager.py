@@ -17,7 +17,6 @@ from granikv.cache.arena import TokenArena
 from granikv.cache.prefix_tree import Node, PrefixTree
 from granikv.config import EngineConfig
 from granikv.core import Move, Request
-from granikv.errors import ArenaExhausted
 
 
 class Admission(enum.Enum):
@@ -435,6 +434,3 @@ class CacheManager:
         total = u["free"] + u["cold"] + u["hot"] + u["reserved"] + u["retiring"]
         assert total == u["capacity"], f"arena: expected {u['capacity']} slots, got {total}: {u}"
         assert u["pinned"] <= u["hot"], u
-
-
-__all__ = ["Admission", "ArenaExhausted", "CacheManager"]

@@ -57,13 +57,6 @@ class Node:
     def has_stored_children(self) -> bool:
         return any(c.allocated or c.has_stored_children for c in self.children.values())
 
-    def slot_of(self, position: int) -> int:
-        offset = position - self.start
-        if self.extent is not None:
-            return self.extent + offset
-        assert self.slots is not None
-        return int(self.slots[offset])
-
 
 def common_length(a: np.ndarray, b: np.ndarray) -> int:
     """Length of the common head of two int32 arrays."""
