@@ -93,6 +93,7 @@ class Engine:
                 "generated_tokens", "steps", "failed_steps", "kv_bytes_read", "kv_bytes_flat",
                 "groups_cascade", "groups_gemm", "groups_flat", "predicted_us", "step_us",
                 "steps_compute", "steps_memory",
+                *(f'finished{{reason="{reason}"}}' for reason in FinishReason),
             ),
             0.0,
         )  # fmt: skip
@@ -341,6 +342,7 @@ class Engine:
             out.text += detokenizer.flush()
         out.finished, out.finish_reason, out.error = True, reason, request.error
         request.finish_reason = reason
+        self.counters[f'finished{{reason="{reason}"}}'] += 1
         self.scheduler.remove(request)
         request.status = Status.FINISHED
         del self.requests[request.request_id]
