@@ -13,19 +13,36 @@ import torch.nn.functional as F
 
 from granikv.config import ModelConfig
 from granikv.models.layers import RotaryTable, apply_rope, rms_norm
-from granikv.models.weights import ModelWeights
+from granikv.models.linear import Linear
+from granikv.models.weights import LayerWeights, ModelWeights
 
 # (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq * D]
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+class DecoderLayer:
+    """One layer's weights, its products ready to run."""
+
+    def __init__(self, weights: LayerWeights):
+        self.input_norm, self.post_norm = weights.input_norm, weights.post_norm
+        self.qk_norm = weights.qk_norm
+        self.qkv = Linear(weights.qkv, weights.qkv_bias)
+        self.out = Linear(weights.out)
+        self.gate_up = Linear(weights.gate_up)
+        self.down = Linear(weights.down)
+
+
 class Decoder:
-    """One model, ready to run."""
+    """One model, ready to run. Takes the layers out of `weights`, so that none is held twice."""
 
     def __init__(self, config: ModelConfig, weights: ModelWeights):
         self.config = config
-        self.weights = weights
+        self.embedding, self.final_norm = weights.embedding, weights.final_norm
         self.dtype = weights.embedding.dtype
+        self.lm_head = Linear(weights.lm_head)
+        self.layers: list[DecoderLayer] = []
+        while weights.layers:
+            self.layers.append(DecoderLayer(weights.layers.pop(0)))
         self.rotary = RotaryTable(
             config.head_dim,
             config.max_position,
@@ -48,15 +65,15 @@ class Decoder:
         attend gets contiguous q, k (both after rope) and v, and returns [T, Hq * D].
         Returns logits float32 [S, vocab].
         """
-        config, weights, eps = self.config, self.weights, self.config.rms_norm_eps
+        config, eps = self.config, self.config.rms_norm_eps
         num_rows, head_dim = token_ids.shape[0], config.head_dim
         num_q, num_k = config.num_qo_heads, config.num_kv_heads
         cos, sin = self.rotary.lookup(positions, self.dtype)
-        last = len(weights.layers) - 1
-        x = weights.embedding[token_ids]
-        for index, layer in enumerate(weights.layers):
+        last = len(self.layers) - 1
+        x = self.embedding[token_ids]
+        for index, layer in enumerate(self.layers):
             normed = rms_norm(x, layer.input_norm, eps)
-            qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(num_rows, -1, head_dim)
+            qkv = layer.qkv(normed).view(num_rows, -1, head_dim)
             qk = qkv[:, : num_q + num_k]
             if layer.qk_norm is not None:
                 qk = F.rms_norm(qk, (head_dim,), None, eps) * layer.qk_norm
@@ -69,8 +86,8 @@ class Decoder:
             )
             if index == last and sample_rows is not None:  # nobody reads the other rows any more
                 x, out = x[sample_rows], out[sample_rows]
-            x = x + F.linear(out, layer.out)
+            x = x + layer.out(out)
             normed = rms_norm(x, layer.post_norm, eps)
-            gate, up = F.linear(normed, layer.gate_up).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate).mul_(up), layer.down)
-        return F.linear(rms_norm(x, weights.final_norm, eps), weights.lm_head).float()
+            gate, up = layer.gate_up(normed).chunk(2, dim=-1)
+            x = x + layer.down(F.silu(gate).mul_(up))
+        return self.lm_head(rms_norm(x, self.final_norm, eps)).float()
