@@ -1,0 +1,112 @@
+"""append_kv: new K and V rows to their slots, with rope on the way in when asked.
+
+KV is stored after rope at absolute positions. With rope, q is rotated in place by the same
+launch. Rows beyond the step's count write nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from granikv.attention.variants import AttentionShape
+from granikv.core import Count
+
+_NUM_ROWS = tl.constexpr(int(Count.NUM_ROWS))
+
+
+@triton.jit
+def _rotate(low, high, cos, sin):
+    """Halves of the heads, fp32 [heads, D / 2], turned by the row's angles [D / 2]."""
+    return low * cos[None, :] - high * sin[None, :], high * cos[None, :] + low * sin[None, :]
+
+
+@triton.jit(do_not_specialize=["k_stride", "v_stride", "q_stride"])
+def append_kernel(
+    k_ptr,  # [T, HKV, D], row stride k_stride
+    v_ptr,
+    q_ptr,  # [T, HQ, D], rotated in place when ROPE
+    k_arena_ptr,  # [capacity, HKV, D]
+    v_arena_ptr,
+    counts_ptr,  # int32 [16]
+    slot_mapping_ptr,  # int32 [T]
+    row_position_ptr,  # int32 [T]
+    cos_ptr,  # fp32 [max_position, D / 2]
+    sin_ptr,
+    k_stride,
+    v_stride,
+    q_stride,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_HQ: tl.constexpr,
+    BLOCK_HKV: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if row >= tl.load(counts_ptr + _NUM_ROWS):
+        return
+    HALF: tl.constexpr = D // 2
+    slot = tl.load(slot_mapping_ptr + row).to(tl.int64)
+    row64 = row.to(tl.int64)
+    half = tl.arange(0, BLOCK_HALF)
+    h = tl.arange(0, BLOCK_HKV)
+    offsets = h[:, None] * D + half[None, :]
+    keep = (h[:, None] < HKV) & (half[None, :] < HALF)
+    source, target = k_ptr + row64 * k_stride, k_arena_ptr + slot * (HKV * D)
+    low = tl.load(source + offsets, mask=keep, other=0.0)
+    high = tl.load(source + HALF + offsets, mask=keep, other=0.0)
+    if ROPE:
+        position = tl.load(row_position_ptr + row)
+        cos = tl.load(cos_ptr + position * HALF + half, mask=half < HALF, other=0.0)
+        sin = tl.load(sin_ptr + position * HALF + half, mask=half < HALF, other=0.0)
+        low, high = _rotate(low.to(tl.float32), high.to(tl.float32), cos, sin)
+    dtype = k_arena_ptr.dtype.element_ty
+    tl.store(target + offsets, low.to(dtype), mask=keep)
+    tl.store(target + HALF + offsets, high.to(dtype), mask=keep)
+    source, target = v_ptr + row64 * v_stride, v_arena_ptr + slot * (HKV * D)
+    low = tl.load(source + offsets, mask=keep, other=0.0)
+    high = tl.load(source + HALF + offsets, mask=keep, other=0.0)
+    tl.store(target + offsets, low.to(dtype), mask=keep)
+    tl.store(target + HALF + offsets, high.to(dtype), mask=keep)
+    if ROPE:
+        h_q = tl.arange(0, BLOCK_HQ)
+        offsets_q = h_q[:, None] * D + half[None, :]
+        keep_q = (h_q[:, None] < HQ) & (half[None, :] < HALF)
+        pointers = q_ptr + row64 * q_stride + offsets_q
+        low_q = tl.load(pointers, mask=keep_q, other=0.0).to(tl.float32)
+        high_q = tl.load(pointers + HALF, mask=keep_q, other=0.0).to(tl.float32)
+        low_q, high_q = _rotate(low_q, high_q, cos, sin)
+        tl.store(pointers, low_q.to(q_ptr.dtype.element_ty), mask=keep_q)
+        tl.store(pointers + HALF, high_q.to(q_ptr.dtype.element_ty), mask=keep_q)
+
+
+def append_kv(
+    k_arena: torch.Tensor,
+    v_arena: torch.Tensor,
+    plan: dict[str, torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    shape: AttentionShape,
+    rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Rows k, v [T, Hkv, D] to slots slot_mapping [T] of the arenas [capacity, Hkv, D].
+
+    rope: (cos, sin), fp32 [max_position, D / 2] each; then k is rotated on the way in and
+    q [T, Hq, D] in place. Halves are paired as in Llama: (i, i + D / 2).
+    """
+    if k.shape[0] == 0:
+        return
+    cos, sin = rope if rope is not None else (plan["counts"], plan["counts"])
+    append_kernel[(k.shape[0],)](
+        k, v, q, k_arena, v_arena, plan["counts"], plan["slot_mapping"], plan["row_position"],
+        cos, sin, k.stride(0), v.stride(0), q.stride(0),
+        HQ=shape.num_qo_heads, HKV=shape.num_kv_heads, D=shape.head_dim,
+        BLOCK_HQ=triton.next_power_of_2(shape.num_qo_heads),
+        BLOCK_HKV=triton.next_power_of_2(shape.num_kv_heads),
+        BLOCK_HALF=shape.block_d // 2, ROPE=rope is not None, num_warps=4,
+    )  # fmt: skip

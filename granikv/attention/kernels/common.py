@@ -1,0 +1,105 @@
+"""What the attention kernels share: the dot helper, the online softmax and dependent launches.
+
+Scores are kept in base 2: score * sm_scale * log2(e), so that exp2 replaces exp.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+# Decided when the kernels are decorated, as Triton itself does.
+INTERPRET: bool = bool(knobs.runtime.interpret)
+
+KIND_RUN = tl.constexpr(0)  # SpanKind.RUN
+
+
+@triton.jit
+def dot(a, b, INTERPRET: tl.constexpr):
+    """a @ b in fp32; fp32 operands stay exact (ieee).
+
+    The interpreter multiplies bf16 bit patterns instead of values, so there both are widened.
+    """
+    if INTERPRET:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a.to(b.dtype), b, input_precision="ieee")
+
+
+@triton.jit
+def dot_add(a, b, acc, INTERPRET: tl.constexpr):
+    """acc + a @ b; a is rounded to b's type, except under the interpreter."""
+    if INTERPRET:
+        return acc + tl.dot(a, b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a.to(b.dtype), b, acc, input_precision="ieee")
+
+
+@triton.jit
+def attend(q, k, v, acc, m, total, scale_log2, INTERPRET: tl.constexpr):
+    """One block of keys that every row sees: q [M, D], k and v [N, D] -> acc, m, total."""
+    scores = dot(q, tl.trans(k), INTERPRET)
+    m_new = tl.maximum(m, tl.max(scores, 1) * scale_log2)
+    p = tl.exp2(scores * scale_log2 - m_new[:, None])
+    alpha = tl.exp2(m - m_new)
+    total = total * alpha + tl.sum(p, 1)
+    acc = dot_add(p, v, acc * alpha[:, None], INTERPRET)
+    return acc, m_new, total
+
+
+@triton.jit
+def attend_masked(q, k, v, seen, acc, m, total, scale_log2, INTERPRET: tl.constexpr):
+    """The same for a block of which row i sees the keys seen[i]; k and v are 0 where unread."""
+    scores = tl.where(seen, dot(q, tl.trans(k), INTERPRET) * scale_log2, float("-inf"))
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    # a row that has seen nothing yet keeps m = -inf; -inf - -inf would be NaN
+    base = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(scores - base[:, None])
+    alpha = tl.exp2(m - base)
+    total = total * alpha + tl.sum(p, 1)
+    acc = dot_add(p, v, acc * alpha[:, None], INTERPRET)
+    return acc, m_new, total
+
+
+@triton.jit
+def load_rows(base, offsets, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows [N, BLOCK_D] at base + offsets [N]; columns from D on are 0."""
+    pointers = base + offsets[:, None] + d[None, :]
+    if D == BLOCK_D:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=d[None, :] < D, other=0.0)
+
+
+@triton.jit
+def load_some_rows(base, offsets, keep, d, D: tl.constexpr):
+    """The same for rows with keep [N]; the others are 0 and not read."""
+    return tl.load(
+        base + offsets[:, None] + d[None, :], mask=keep[:, None] & (d[None, :] < D), other=0.0
+    )
+
+
+@triton.jit
+def store_state(o_ptr, lse_ptr, index, keep, acc, m, total, d, D: tl.constexpr):
+    """State of each row: o [index, D] normalised, lse in base 2; without keys (0, -inf)."""
+    empty = total == 0.0
+    o = acc / tl.where(empty, 1.0, total)[:, None]
+    lse = tl.where(empty, float("-inf"), m + tl.log2(tl.where(empty, 1.0, total)))
+    pointers = o_ptr + index.to(tl.int64)[:, None] * D + d[None, :]
+    tl.store(pointers, o, mask=keep[:, None] & (d[None, :] < D))
+    tl.store(lse_ptr + index, lse, mask=keep)
+
+
+@triton.jit
+def start_dependents(PDL: tl.constexpr):
+    """The next launch may start its prologue now; it still waits before it reads."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Everything the launch before wrote is visible after this."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()

@@ -1,0 +1,186 @@
+"""hot_prefix_attention: one read of a contiguous span serves all stacked rows of its group.
+
+    rows of an item = decode rows x GQA group (M)      KV head h
+    Q [M, D]  x  K[kv_start : kv_start + kv_len, h]    -> one state per row and item
+
+A program owns one (item, row tile, KV head). Variants cascade and gemm are the same source with
+another tile; a launch takes the items of the variants it is given.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from granikv.attention.kernels.common import (
+    INTERPRET,
+    attend,
+    attend_masked,
+    load_rows,
+    load_some_rows,
+    start_dependents,
+    store_state,
+    wait_for_previous,
+)
+from granikv.attention.variants import AttentionShape, HotTile
+from granikv.core import Count, HotItem
+
+_NUM_ITEMS = tl.constexpr(int(Count.NUM_HOT_ITEMS))
+_ROW_ENTRY = tl.constexpr(int(HotItem.FIRST_ROW_ENTRY))
+_NUM_ROWS = tl.constexpr(int(HotItem.NUM_ROWS))
+_KV_START = tl.constexpr(int(HotItem.KV_START))
+_KV_LEN = tl.constexpr(int(HotItem.KV_LEN))
+_POSITION = tl.constexpr(int(HotItem.POSITION))
+_PARTIAL = tl.constexpr(int(HotItem.FIRST_PARTIAL))
+_VARIANT = tl.constexpr(int(HotItem.VARIANT))
+EVERY_VARIANT = -1
+
+
+@triton.jit
+def hot_tile(
+    q_ptr,  # [T, HKV * G, D], row stride q_stride
+    k_ptr,  # [capacity, HKV, D]
+    v_ptr,
+    o_ptr,  # fp32 [S, HKV * G, D]
+    lse_ptr,  # fp32 [S, HKV * G]
+    item_ptr,  # int32 [8]: the item
+    hot_rows_ptr,  # int32 [HR]
+    row_position_ptr,  # int32 [T]
+    tile,
+    head,
+    q_stride,
+    scale_log2,
+    G: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    first_entry = tl.load(item_ptr + _ROW_ENTRY)
+    num_rows = tl.load(item_ptr + _NUM_ROWS)
+    kv_start = tl.load(item_ptr + _KV_START)
+    kv_len = tl.load(item_ptr + _KV_LEN)
+    position = tl.load(item_ptr + _POSITION)
+    first_partial = tl.load(item_ptr + _PARTIAL)
+    m_index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    entry = m_index // G
+    keep = entry < num_rows
+    row = tl.load(hot_rows_ptr + first_entry + entry, mask=keep, other=0)
+    seen_len = tl.load(row_position_ptr + row, mask=keep, other=0) + 1 - position
+    seen_len = tl.minimum(tl.maximum(seen_len, 0), kv_len)
+    longest = tl.max(tl.where(keep, seen_len, 0), 0)
+    shortest = tl.min(tl.where(keep, seen_len, kv_len), 0)
+
+    qo_head = head * G + m_index % G
+    d = tl.arange(0, BLOCK_D)
+    q_offsets = row.to(tl.int64) * q_stride + qo_head * D
+    wait_for_previous(PDL)  # so far only the plan was read
+    q = load_some_rows(q_ptr, q_offsets, keep, d, D)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+
+    # 64-bit base, 32-bit offsets inside a block
+    start = kv_start.to(tl.int64) * (HKV * D) + head * D
+    n = tl.arange(0, BLOCK_N)
+    offsets = n * (HKV * D)
+    k_block, v_block = k_ptr + start, v_ptr + start
+    whole = shortest // BLOCK_N * BLOCK_N
+    for _ in range(0, whole, BLOCK_N):
+        k = load_rows(k_block, offsets, d, D, BLOCK_D)
+        v = load_rows(v_block, offsets, d, D, BLOCK_D)
+        acc, m, total = attend(q, k, v, acc, m, total, scale_log2, INTERPRET)
+        k_block += BLOCK_N * HKV * D
+        v_block += BLOCK_N * HKV * D
+    # the tail is peeled: a mask in the loop costs 12% when compute-bound
+    for n0 in tl.range(whole, longest, BLOCK_N, num_stages=1):
+        exists = n0 + n < longest
+        k = load_some_rows(k_block, offsets, exists, d, D)
+        v = load_some_rows(v_block, offsets, exists, d, D)
+        seen = (n0 + n)[None, :] < seen_len[:, None]
+        acc, m, total = attend_masked(q, k, v, seen, acc, m, total, scale_log2, INTERPRET)
+        k_block += BLOCK_N * HKV * D
+        v_block += BLOCK_N * HKV * D
+    index = (first_partial + entry) * (HKV * G) + qo_head
+    store_state(o_ptr, lse_ptr, index, keep, acc, m, total, d, D)
+
+
+@triton.jit(do_not_specialize=["q_stride", "variant"])
+def hot_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    lse_ptr,
+    counts_ptr,  # int32 [16]
+    hot_items_ptr,  # int32 [H, 8]
+    hot_rows_ptr,
+    row_position_ptr,
+    q_stride,
+    scale_log2,
+    variant,
+    G: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    q_stride = tl.multiple_of(q_stride, 16)
+    start_dependents(PDL)
+    item = tl.program_id(0) // HKV
+    head = tl.program_id(0) % HKV
+    tile = tl.program_id(1)
+    item_ptr = hot_items_ptr + item * 8
+    if item >= tl.load(counts_ptr + _NUM_ITEMS):
+        # a launch must not end before the one it depends on, even without work
+        wait_for_previous(PDL)
+    elif (variant >= 0) & (tl.load(item_ptr + _VARIANT) != variant):
+        wait_for_previous(PDL)
+    elif tile * BLOCK_M < tl.load(item_ptr + _NUM_ROWS) * G:
+        hot_tile(
+            q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, item_ptr, hot_rows_ptr, row_position_ptr,
+            tile, head, q_stride, scale_log2,
+            G, HKV, D, BLOCK_D, BLOCK_M, BLOCK_N, PDL, INTERPRET,
+        )  # fmt: skip
+
+
+def hot_prefix_attention(
+    q: torch.Tensor,
+    k_arena: torch.Tensor,
+    v_arena: torch.Tensor,
+    plan: dict[str, torch.Tensor],
+    sm_scale: float,
+    o_partials: torch.Tensor,
+    lse_partials: torch.Tensor,
+    *,
+    shape: AttentionShape,
+    tile: HotTile,
+    num_items: int,
+    num_row_tiles: int = 1,
+    variant: int = EVERY_VARIANT,
+    pdl: bool = False,
+) -> None:
+    """q [T, Hq, D], arenas [capacity, Hkv, D] -> o fp32 [S, Hq, D], lse_log2 fp32 [S, Hq].
+
+    plan: device tensors of the plan by field name. num_items is the grid's capacity; items beyond
+    counts exit. num_row_tiles: the most tiles of tile.block_m stacked rows that an item has.
+    """
+    if num_items == 0:
+        return
+    tile = tile.fit(shape)
+    grid = (num_items * shape.num_kv_heads, num_row_tiles)
+    hot_kernel[grid](
+        q, k_arena, v_arena, o_partials, lse_partials,
+        plan["counts"], plan["hot_items"], plan["hot_rows"], plan["row_position"],
+        q.stride(0), sm_scale * 1.4426950408889634, variant,
+        G=shape.group_size, HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK_D=shape.block_d,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, PDL=pdl, INTERPRET=INTERPRET,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
+    )  # fmt: skip

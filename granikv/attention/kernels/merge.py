@@ -1,0 +1,95 @@
+"""merge_states: each decode row's partial states, in plan order, into its output.
+
+The order is the plan's, never that of arrival, so results repeat bit for bit. An empty state
+(0, -inf) is the identity; a row without partials and a padded row give 0.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from granikv.attention.kernels.common import start_dependents, wait_for_previous
+from granikv.attention.variants import AttentionShape, MergeTile
+from granikv.core import Count
+
+_NUM_ROWS = tl.constexpr(int(Count.NUM_ROWS))
+_NUM_DECODE = tl.constexpr(int(Count.NUM_DECODE_ROWS))
+
+
+@triton.jit(do_not_specialize=["out_stride"])
+def merge_kernel(
+    o_ptr,  # fp32 [S, HQ, D]
+    lse_ptr,  # fp32 [S, HQ]
+    counts_ptr,  # int32 [16]
+    merge_indptr_ptr,  # int32 [T + 1]
+    merge_partials_ptr,  # int32 [S]
+    out_ptr,  # [T, HQ, D]
+    out_stride,
+    HQ: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_dependents(PDL)
+    row = tl.program_id(0) // HQ
+    head = tl.program_id(0) % HQ
+    num_decode = tl.load(counts_ptr + _NUM_DECODE)
+    if (row >= num_decode) & (row < tl.load(counts_ptr + _NUM_ROWS)):
+        wait_for_previous(PDL)
+        return  # an extend row
+    d = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    total = 0.0
+    if row < num_decode:
+        begin = tl.load(merge_indptr_ptr + row)
+        end = tl.load(merge_indptr_ptr + row + 1)
+        p = tl.arange(0, BLOCK_P)
+        m = float("-inf")
+        wait_for_previous(PDL)
+        for p0 in range(begin, end, BLOCK_P):
+            exists = p0 + p < end
+            partial = tl.load(merge_partials_ptr + p0 + p, mask=exists, other=0)
+            index = partial.to(tl.int64) * HQ + head
+            lse = tl.load(lse_ptr + index, mask=exists, other=float("-inf"))
+            o = tl.load(
+                o_ptr + index[:, None] * D + d[None, :],
+                mask=exists[:, None] & (d[None, :] < D),
+                other=0.0,
+            )
+            m_new = tl.maximum(m, tl.max(lse, 0))
+            base = tl.where(m_new == float("-inf"), 0.0, m_new)
+            weight = tl.exp2(lse - base)
+            alpha = tl.exp2(m - base)
+            weighted = tl.where(weight[:, None] > 0.0, weight[:, None] * o, 0.0)
+            acc = acc * alpha + tl.sum(weighted, 0)
+            total = total * alpha + tl.sum(weight, 0)
+            m = m_new
+    else:
+        wait_for_previous(PDL)
+    out = acc / tl.where(total == 0.0, 1.0, total)
+    pointers = out_ptr + row.to(tl.int64) * out_stride + head * D + d
+    tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+def merge_states(
+    plan: dict[str, torch.Tensor],
+    o_partials: torch.Tensor,
+    lse_partials: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    shape: AttentionShape,
+    tile: MergeTile,
+    pdl: bool = False,
+) -> None:
+    """o fp32 [S, Hq, D], lse_log2 fp32 [S, Hq] -> out [T, Hq, D]; extend rows are left alone."""
+    num_rows = out.shape[0]
+    if num_rows == 0:
+        return
+    merge_kernel[(num_rows * shape.num_qo_heads,)](
+        o_partials, lse_partials, plan["counts"], plan["merge_indptr"], plan["merge_partials"],
+        out, out.stride(0), HQ=shape.num_qo_heads, D=shape.head_dim, BLOCK_D=shape.block_d,
+        BLOCK_P=tile.block_p, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
+    )  # fmt: skip

@@ -1,0 +1,140 @@
+"""The variant table: tiles of every kernel and the layouts that combine them.
+
+Read by the just-in-time and the ahead-of-time build alike. Times in the comments are medians of
+one attention layer on one H200 (32 query heads, 8 KV heads, head size 128, bf16).
+It knows nothing of plans; splits.py picks a layout, gpu.py launches it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from granikv.errors import Unsupported
+
+HEAD_DIMS = (64, 96, 128, 256)
+MAX_GROUP_SIZE = 16
+SHARED_MEMORY_BYTES = 227 * 1024  # a block's limit on sm_90
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Heads of a layer. Raises Unsupported for a head size or a GQA group without a kernel."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    element_bytes: int  # of q and KV: 2 or 4
+
+    def __post_init__(self) -> None:
+        if self.head_dim not in HEAD_DIMS and self.head_dim not in (16, 32):  # tiny: tests
+            raise Unsupported(f"head_dim: expected one of {HEAD_DIMS}, got {self.head_dim}")
+        if self.num_qo_heads % self.num_kv_heads or self.group_size > MAX_GROUP_SIZE:
+            raise Unsupported(
+                f"heads: expected num_qo_heads = group * num_kv_heads with group in "
+                f"1..{MAX_GROUP_SIZE}, got {self.num_qo_heads} and {self.num_kv_heads}"
+            )
+
+    @property
+    def group_size(self) -> int:
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def block_d(self) -> int:
+        """head_dim padded to a power of two; the padding is masked, never read."""
+        return 1 << (self.head_dim - 1).bit_length()
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V of one token and one KV head."""
+        return 2 * self.head_dim * self.element_bytes
+
+
+@dataclass(frozen=True)
+class HotTile:
+    """block_m stacked rows (requests x GQA group) by block_n tokens."""
+
+    block_m: int
+    block_n: int
+    num_stages: int
+    num_warps: int
+
+    def fit(self, shape: AttentionShape) -> HotTile:
+        """This tile, with fewer stages and then fewer tokens until it fits shared memory."""
+        tile = self
+        if shape.element_bytes == 4:  # exact products run on the plain units: keep tiles small
+            tile = replace(tile, block_m=min(64, tile.block_m), block_n=min(32, tile.block_n))
+        row_bytes = shape.block_d * shape.element_bytes
+        while (tile.block_m + 2 * tile.num_stages * tile.block_n) * row_bytes > SHARED_MEMORY_BYTES:
+            if tile.num_stages > 2:
+                tile = replace(tile, num_stages=tile.num_stages - 1)
+            else:
+                tile = replace(tile, block_n=tile.block_n // 2)
+        return tile
+
+
+@dataclass(frozen=True)
+class ColdTile:
+    """16 rows (the padded GQA group) by block_n gathered tokens."""
+
+    block_n: int
+    num_stages: int
+    num_warps: int
+
+    def fit(self, shape: AttentionShape) -> ColdTile:
+        """This tile, with fewer stages and then fewer tokens until it fits shared memory."""
+        tile = HotTile(16, self.block_n, self.num_stages, self.num_warps).fit(shape)
+        return replace(self, block_n=tile.block_n, num_stages=tile.num_stages)
+
+
+@dataclass(frozen=True)
+class MergeTile:
+    """block_p partials of one (row, head) at a time."""
+
+    block_p: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a decode step is launched, and the numbers by which the planner cuts its work.
+
+    hot serves all HOT items, or with `gemm` set those of HotVariant.CASCADE only.
+    one_launch: HOT and COLD items in one launch with the tile `hot`; else on two streams.
+    hot_slots_per_sm: HOT blocks that an SM works on at a time; cold_slots_per_sm likewise.
+    """
+
+    name: str
+    hot: HotTile
+    cold: ColdTile
+    merge: MergeTile
+    hot_slots_per_sm: float
+    cold_slots_per_sm: float
+    gemm: HotTile | None = None
+    one_launch: bool = False
+    cold_first: bool = False
+    min_hot_tokens: int = 128
+    max_cold_tokens: int = 4096
+
+
+M16 = HotTile(16, 128, 3, 4)
+M32 = HotTile(32, 64, 3, 4)
+M64 = HotTile(64, 64, 3, 4)
+M64_NARROW = HotTile(64, 32, 3, 4)
+M128 = HotTile(128, 64, 3, 8)
+EXTEND = HotTile(128, 64, 3, 8)
+COLD_THIN = ColdTile(16, 5, 1)  # one warp, 20 KB: fits beside a large HOT block
+COLD_WIDE = ColdTile(64, 4, 2)  # when COLD is the longer part
+COLD_LONG = ColdTile(128, 3, 4)
+MERGE = MergeTile(8, 1)
+
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout
+    for layout in (
+        Layout("flat", M16, COLD_LONG, MERGE, 1, 4),
+        Layout("small", M32, COLD_WIDE, MERGE, 2, 1, one_launch=True),
+        Layout("mid", M64, COLD_WIDE, MERGE, 1, 4),
+        Layout("large", M128, COLD_THIN, MERGE, 1, 8),
+        Layout("many", M16, COLD_WIDE, MERGE, 4, 4),
+        Layout("mixed", M16, COLD_THIN, MERGE, 1, 4, gemm=M128),
+    )
+}

@@ -1,0 +1,75 @@
+"""GPU times from CUDA graph replays: one call with a cold L2, and a layer of a running step.
+
+do_bench_ms: a replay after the L2 was overwritten; the flush leaves dirty lines, which cost some
+microseconds. steady_ms: a graph of several layers, each with its own KV, divided by their number.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+FLUSH_BYTES = 256 * 2**20  # several times the L2
+
+
+def capture(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of one call, after three eager ones (compilation, buffers)."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
+
+
+def replay_ms(
+    replay: Callable[[], object], repeats: int, flush: torch.Tensor | None = None, warmup: int = 3
+) -> float:
+    """Median milliseconds of one replay, by device events; flush is overwritten before each."""
+    starts = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
+    for _ in range(warmup):
+        replay()
+    for start, end in zip(starts, ends, strict=True):
+        if flush is not None:
+            flush.zero_()
+        start.record()
+        replay()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(s.elapsed_time(e) for s, e in zip(starts, ends, strict=True))
+
+
+def do_bench_ms(function: Callable[[], object], repeats: int = 60) -> float:
+    """One call as a graph, the L2 flushed before each replay."""
+    graph = capture(function)
+    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    return replay_ms(graph.replay, repeats, flush)
+
+
+def steady_ms(layer: Callable[[int], object], num_layers: int, repeats: int = 15) -> float:
+    """Mean of a layer in a graph of num_layers, layer(i) with KV of its own."""
+    graph = capture(lambda: [layer(i) for i in range(num_layers)])
+    return replay_ms(graph.replay, repeats) / num_layers
+
+
+def gpu_probe() -> dict:
+    """Read bandwidth of 1 GiB and the rate of an 8K bf16 matrix product, now."""
+    values = torch.ones(2**28, device="cuda")
+    left, right = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+    read_ms = replay_ms(values.sum, 20)
+    matmul_ms = replay_ms(lambda: left @ right, 20)
+    return {
+        "read_gb_per_s": 2**30 / read_ms / 1e6,
+        "read_bytes": 2**30,
+        "matmul_tflop_per_s": 2 * 8192**3 / matmul_ms / 1e9,
+        "matmul_side": 8192,
+        "matmul_dtype": "bfloat16",
+    }
