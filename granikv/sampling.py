@@ -152,6 +152,18 @@ class Sampler:
     def clear_request(self, row: int) -> None:
         self._states[row] = None
 
+    def all_plain_greedy(self, rows: Iterable[int]) -> bool:
+        """Whether the argmax of the logits is all that these request rows ask for."""
+        states = [self._states[row] for row in rows]
+        return all(
+            s is not None
+            and s.params.is_greedy
+            and s.params.logprobs is None
+            and not s.tail_len
+            and not s.edits_logits(0)
+            for s in states
+        )
+
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         for token in ids:
             if not 0 <= token < self.vocab_size:

@@ -15,7 +15,11 @@ from granikv.models.weights import ARCHITECTURES, load_hf
 __all__ = ["ARCHITECTURES", "Attend", "Decoder", "load_model"]
 
 
-def load_model(path: str | Path | None = None, dtype: torch.dtype = torch.float32) -> Decoder:
+def load_model(
+    path: str | Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Decoder:
     """Decoder of a GGUF file, of a Hugging Face folder, or (None) of the embedded model.
 
     Raises ModelFileError for a missing, truncated, corrupt or unknown file, and Unsupported for
@@ -23,10 +27,10 @@ def load_model(path: str | Path | None = None, dtype: torch.dtype = torch.float3
     """
     path = find_embedded() if path is None else Path(path)
     if path.is_dir():
-        return Decoder(*load_hf(path, dtype))
+        return Decoder(*load_hf(path, dtype), device)
     if not path.is_file():
         raise ModelFileError(
             f"{path}: expected a GGUF file or a folder with config.json and *.safetensors, "
             "found nothing"
         )
-    return Decoder(*load_gguf(path, dtype))
+    return Decoder(*load_gguf(path, dtype), device)

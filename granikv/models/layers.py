@@ -1,4 +1,4 @@
-"""Building blocks of the decoder: norm and rotary embedding.
+"""Building blocks of the decoder: rotary embedding.
 
 Plain functions on tensors; they know nothing of weights files, caches or batches.
 """
@@ -12,11 +12,6 @@ import torch
 from granikv.errors import Unsupported
 
 ROPE_TYPES = ("default", "linear", "llama3")
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., N], weight [N] -> [..., N]: x / rms(x) * weight."""
-    return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def rope_type(scaling: dict | None) -> str:

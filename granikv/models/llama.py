@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from granikv.config import ModelConfig
-from granikv.models.layers import RotaryTable, apply_rope, rms_norm
+from granikv.models.fused import add_rms_norm, silu_mul
+from granikv.models.layers import RotaryTable, apply_rope
 from granikv.models.linear import Linear
 from granikv.models.weights import LayerWeights, ModelWeights
 
@@ -23,26 +24,35 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class DecoderLayer:
     """One layer's weights, its products ready to run."""
 
-    def __init__(self, weights: LayerWeights):
-        self.input_norm, self.post_norm = weights.input_norm, weights.post_norm
-        self.qk_norm = weights.qk_norm
-        self.qkv = Linear(weights.qkv, weights.qkv_bias)
-        self.out = Linear(weights.out)
-        self.gate_up = Linear(weights.gate_up)
-        self.down = Linear(weights.down)
+    def __init__(self, weights: LayerWeights, device: torch.device):
+        def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
+        self.input_norm = weights.input_norm.to(device)
+        self.post_norm = weights.post_norm.to(device)
+        self.qk_norm = move(weights.qk_norm)
+        self.qkv = Linear(weights.qkv.to(device), move(weights.qkv_bias))
+        self.out = Linear(weights.out.to(device))
+        self.gate_up = Linear(weights.gate_up.to(device))
+        self.down = Linear(weights.down.to(device))
 
 
 class Decoder:
     """One model, ready to run. Takes the layers out of `weights`, so that none is held twice."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights):
-        self.config = config
-        self.embedding, self.final_norm = weights.embedding, weights.final_norm
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, device: torch.device | str = "cpu"
+    ):
+        self.config, self.device = config, torch.device(device)
+        self.embedding = weights.embedding.to(self.device)
+        self.final_norm = weights.final_norm.to(self.device)
         self.dtype = weights.embedding.dtype
-        self.lm_head = Linear(weights.lm_head)
+        tied = weights.lm_head is weights.embedding
+        self.lm_head = Linear(self.embedding if tied else weights.lm_head.to(self.device))
         self.layers: list[DecoderLayer] = []
         while weights.layers:
-            self.layers.append(DecoderLayer(weights.layers.pop(0)))
+            self.layers.append(DecoderLayer(weights.layers.pop(0), self.device))
+        self.rope_in_attend = False  # attend rotates q and k itself, as it stores them
         self.rotary = RotaryTable(
             config.head_dim,
             config.max_position,
@@ -62,32 +72,34 @@ class Decoder:
         """One step over T rows of any mix of requests.
 
         token_ids int64 [T]; positions int64 [T]; sample_rows int64 [S] (None: all rows).
-        attend gets contiguous q, k (both after rope) and v, and returns [T, Hq * D].
-        Returns logits float32 [S, vocab].
+        attend gets q, k (both after rope, unless `rope_in_attend`) and v, heads contiguous within
+        a row, and returns [T, Hq * D]. Returns logits float32 [S, vocab].
         """
         config, eps = self.config, self.config.rms_norm_eps
         num_rows, head_dim = token_ids.shape[0], config.head_dim
         num_q, num_k = config.num_qo_heads, config.num_kv_heads
-        cos, sin = self.rotary.lookup(positions, self.dtype)
+        cos_sin = None if self.rope_in_attend else self.rotary.lookup(positions, self.dtype)
         last = len(self.layers) - 1
-        x = self.embedding[token_ids]
+        delta, x = self.embedding[token_ids], None
         for index, layer in enumerate(self.layers):
-            normed = rms_norm(x, layer.input_norm, eps)
+            normed, x = add_rms_norm(delta, x, layer.input_norm, eps)
             qkv = layer.qkv(normed).view(num_rows, -1, head_dim)
-            qk = qkv[:, : num_q + num_k]
+            qk, v = qkv[:, : num_q + num_k], qkv[:, num_q + num_k :]
             if layer.qk_norm is not None:
                 qk = F.rms_norm(qk, (head_dim,), None, eps) * layer.qk_norm
-            qk = apply_rope(qk, cos, sin)
-            out = attend(
-                index,
-                qk[:, :num_q].contiguous(),
-                qk[:, num_q:].contiguous(),
-                qkv[:, num_q + num_k :].contiguous(),
-            )
+            if cos_sin is not None:
+                qk = apply_rope(qk, *cos_sin)
+                out = attend(
+                    index,
+                    qk[:, :num_q].contiguous(),
+                    qk[:, num_q:].contiguous(),
+                    v.contiguous(),
+                )
+            else:
+                out = attend(index, qk[:, :num_q], qk[:, num_q:], v)
             if index == last and sample_rows is not None:  # nobody reads the other rows any more
                 x, out = x[sample_rows], out[sample_rows]
-            x = x + layer.out(out)
-            normed = rms_norm(x, layer.post_norm, eps)
-            gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate).mul_(up))
-        return self.lm_head(rms_norm(x, self.final_norm, eps)).float()
+            normed, x = add_rms_norm(layer.out(out), x, layer.post_norm, eps)
+            delta = layer.down(silu_mul(layer.gate_up(normed)))
+        normed, _ = add_rms_norm(delta, x, self.final_norm, eps)
+        return self.lm_head(normed).float()

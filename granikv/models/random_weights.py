@@ -1,0 +1,37 @@
+"""Models with random weights from a config.json alone: speed can be measured without a download.
+
+Values are small and seeded, so that activations stay finite and two runs are alike; the text
+that such a model makes is noise.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from granikv.models.llama import Decoder
+from granikv.models.weights import build_weights, read_hf_config
+
+
+def load_random(
+    config_path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Decoder:
+    """Decoder with the shape of a Hugging Face config.json (the file or its folder).
+
+    Raises ModelFileError for a missing or unusable file.
+    """
+    path = Path(config_path)
+    config = read_hf_config(path if path.is_dir() else path.parent)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def get(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=dtype, device=device)
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        return tensor.normal_(0.0, 0.02, generator=generator)
+
+    return Decoder(config, build_weights(config, get), device)
