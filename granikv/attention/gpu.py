@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from granikv.attention.kernels.append import append_kv
 from granikv.attention.kernels.cold import cold_suffix_attention
@@ -18,7 +19,13 @@ from granikv.attention.kernels.extend import extend_attention
 from granikv.attention.kernels.hot import EVERY_VARIANT, hot_prefix_attention
 from granikv.attention.kernels.merge import merge_states
 from granikv.attention.kernels.small import small_step_attention
-from granikv.attention.variants import EXTEND, LAYOUTS, AttentionShape, Layout
+from granikv.attention.variants import (
+    LAYOUTS,
+    AttentionShape,
+    HotTile,
+    Layout,
+    extend_tile,
+)
 from granikv.config import ModelConfig
 from granikv.core import PLAN_FIELDS, Count, HotVariant, PlanCapacities, SpanKind, StepPlan
 from granikv.errors import InvalidArgument
@@ -104,6 +111,7 @@ class GpuAttention:
         self.o_partials = torch.zeros(states, heads, dim, device=self.device)
         self.lse_partials = torch.zeros(states, heads, device=self.device)
         self.out = torch.zeros(rows, heads, dim, dtype=self.k_arena.dtype, device=self.device)
+        self._descriptors: dict[int, list[Any]] = {}
         self._side = torch.cuda.Stream(self.device) if self.on_gpu else None
         self._fork = torch.cuda.Event() if self.on_gpu else None
         self._join = torch.cuda.Event() if self.on_gpu else None
@@ -157,9 +165,26 @@ class GpuAttention:
         self._check_items(host["hot_items"][:num_hot], host["cold_items"][:num_cold])
         self.layout = layout or self._layout_of(plan, host["hot_items"][:num_hot])
         self._set_grids(host, num_hot, num_cold, num_extend, capture)
+        for tile in (self.layout.hot, self.layout.gemm):
+            if tile is not None and tile.tma:
+                self._make_descriptors(tile)
         self._packed.copy_(self._staging[turn], non_blocking=True)
         if self.on_gpu:
             self._copied[turn].record()
+
+    def _make_descriptors(self, tile: HotTile) -> None:
+        """Descriptors of every layer's K and V for the tile's blocks, once per block size."""
+        block_n = tile.fit(self.shape).block_n
+        if not self.on_gpu or self.shape.head_dim != self.shape.block_d:
+            return  # the padding of a head would read the next one
+        if block_n not in self._descriptors:
+            self._descriptors[block_n] = [
+                tuple(
+                    TensorDescriptor.from_tensor(x.flatten(1), [block_n, self.shape.head_dim])
+                    for x in (self.k_arena[layer], self.v_arena[layer])
+                )
+                for layer in range(self.k_arena.shape[0])
+            ]
 
     @property
     def graph_key(self) -> tuple[str, int, int, int, bool]:
@@ -196,30 +221,31 @@ class GpuAttention:
         self._has_runs = bool((host["cold_items"][:num_cold, 1] == SpanKind.RUN).any())
         self._hot_grid, self._cold_grid = num_hot, num_cold
         if capture:
-            self._hot_grid = self._grid_class(num_hot)
-            self._cold_grid = self._grid_class(num_cold)
+            self._hot_grid = self._grid_class(num_hot, self.capacities.max_hot_items)
+            self._cold_grid = self._grid_class(num_cold, self.capacities.max_cold_items)
         self._num_tiles = 0
         if num_extend:
             indptr = host["qo_indptr"][: num_extend + 1].astype(np.int64)
             stacked = np.diff(indptr) * self.shape.group_size
-            tiles = -(-stacked // EXTEND.fit(self.shape).block_m)
+            block_m = extend_tile(self.shape).block_m
+            tiles = -(-stacked // block_m)
             request = np.repeat(np.arange(num_extend), tiles)
             tile = np.arange(len(request)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
             # later tiles see more keys
-            last = indptr[request] + (tile + 1) * EXTEND.block_m // self.shape.group_size
+            last = indptr[request] + (tile + 1) * block_m // self.shape.group_size
             keys = host["row_position"][np.minimum(last, indptr[request + 1]) - 1]
             order = np.argsort(-keys, kind="stable")
             self._num_tiles = len(order)
             host["extend_tiles"][: len(order)] = np.stack([request, tile], 1)[order]
 
-    def _grid_class(self, num_items: int) -> int:
+    def _grid_class(self, num_items: int, capacity: int) -> int:
         """Smallest power of two times the SM count, in blocks, that holds the items."""
         if num_items == 0:
             return 0
         items = max(1, self.num_sms // self.shape.num_kv_heads)
         while items < num_items:
             items *= 2
-        return items
+        return min(items, capacity)
 
     # -- once per layer ------------------------------------------------------------------------
 
@@ -230,7 +256,9 @@ class GpuAttention:
         then q is rotated in place. Rows may be padded: T >= the plan's rows; those give 0.
         """
         k_layer, v_layer = self.k_arena[layer], self.v_arena[layer]
-        append_kv(k_layer, v_layer, self.plan, q, k, v, shape=self.shape, rope=self.rope)
+        append_kv(
+            k_layer, v_layer, self.plan, q, k, v, shape=self.shape, rope=self.rope, pdl=self.pdl
+        )
         return self.attend(layer, q)
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
@@ -241,21 +269,19 @@ class GpuAttention:
         k_layer, v_layer = self.k_arena[layer], self.v_arena[layer]
         out = self.out[:num_rows]
         if self.num_decode_rows or num_rows > self.num_rows:
-            self._decode(q, k_layer, v_layer, out)
+            self._decode(layer, q, out)
         extend_attention(
             q, k_layer, v_layer, self.request_slots, self.plan, self.sm_scale, out,
-            shape=self.shape, tile=EXTEND, num_tiles=self._num_tiles,
+            shape=self.shape, tile=extend_tile(self.shape), num_tiles=self._num_tiles,
         )  # fmt: skip
         return out.view(num_rows, self.shape.num_qo_heads * self.shape.head_dim)
 
-    def _decode(
-        self, q: torch.Tensor, k_layer: torch.Tensor, v_layer: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def _decode(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         layout = self.layout
         inputs: dict[str, Any] = {
             "q": q,
-            "k_arena": k_layer,
-            "v_arena": v_layer,
+            "k_arena": self.k_arena[layer],
+            "v_arena": self.v_arena[layer],
             "plan": self.plan,
             "sm_scale": self.sm_scale,
             "o_partials": self.o_partials,
@@ -277,26 +303,26 @@ class GpuAttention:
                 num_items=self._hot_grid * self._row_tiles + self._cold_grid, pdl=pdl,
             )  # fmt: skip
         elif one_stream or not self.on_gpu:
-            self._hot(inputs, pdl)
+            self._hot(layer, inputs, pdl)
             cold_suffix_attention(**cold, pdl=pdl)
         else:
             assert self._side is not None and self._fork is not None and self._join is not None
             self._fork.record()
             if not layout.cold_first:
-                self._hot(inputs, False)
+                self._hot(layer, inputs, False)
             with torch.cuda.stream(self._side):
                 self._side.wait_event(self._fork)
                 cold_suffix_attention(**cold)
                 self._join.record()
             if layout.cold_first:
-                self._hot(inputs, False)
+                self._hot(layer, inputs, False)
             torch.cuda.current_stream().wait_event(self._join)
         merge_states(
             self.plan, self.o_partials, self.lse_partials, out,
             shape=self.shape, tile=layout.merge, pdl=pdl,
         )  # fmt: skip
 
-    def _hot(self, inputs: dict[str, Any], pdl: bool) -> None:
+    def _hot(self, layer: int, inputs: dict[str, Any], pdl: bool) -> None:
         layout = self.layout
         launches = [(layout.hot, EVERY_VARIANT)]
         if layout.gemm is not None:
@@ -305,8 +331,10 @@ class GpuAttention:
                 (layout.hot, int(HotVariant.CASCADE)),
             ]
         for tile, variant in launches:
+            made = self._descriptors.get(tile.fit(self.shape).block_n) if tile.tma else None
             hot_prefix_attention(
-                **inputs, tile=tile, num_items=self._hot_grid, num_row_tiles=self._row_tiles, variant=variant, pdl=pdl,
+                **inputs, descriptors=made[layer] if made else None, tile=tile,
+                num_items=self._hot_grid, num_row_tiles=self._row_tiles, variant=variant, pdl=pdl,
             )  # fmt: skip
 
 

@@ -57,6 +57,8 @@ class HotTile:
     block_n: int
     num_stages: int
     num_warps: int
+    max_registers: int | None = None  # per thread: leaves room for COLD blocks beside this one
+    tma: bool = False  # load K and V by tensor descriptors
 
     def fit(self, shape: AttentionShape) -> HotTile:
         """This tile, with fewer stages and then fewer tokens until it fits shared memory."""
@@ -79,6 +81,7 @@ class ColdTile:
     block_n: int
     num_stages: int
     num_warps: int
+    max_registers: int | None = None
 
     def fit(self, shape: AttentionShape) -> ColdTile:
         """This tile, with fewer stages and then fewer tokens until it fits shared memory."""
@@ -88,9 +91,10 @@ class ColdTile:
 
 @dataclass(frozen=True)
 class MergeTile:
-    """block_p partials of one (row, head) at a time."""
+    """block_p partials of one row and block_h heads at a time."""
 
     block_p: int
+    block_h: int
     num_warps: int
 
 
@@ -122,10 +126,12 @@ M64 = HotTile(64, 64, 3, 4)
 M64_NARROW = HotTile(64, 32, 3, 4)
 M128 = HotTile(128, 64, 3, 8)
 EXTEND = HotTile(128, 64, 3, 8)
+EXTEND_WIDE_HEAD = HotTile(64, 32, 2, 4)  # its loops share no buffers: 160 KB at head size 256
 COLD_THIN = ColdTile(16, 5, 1)  # one warp, 20 KB: fits beside a large HOT block
 COLD_WIDE = ColdTile(64, 4, 2)  # when COLD is the longer part
 COLD_LONG = ColdTile(128, 3, 4)
-MERGE = MergeTile(8, 1)
+MERGE = MergeTile(4, 4, 4)  # two or three partials a row
+MERGE_MANY = MergeTile(32, 1, 4)
 
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
@@ -138,3 +144,8 @@ LAYOUTS: dict[str, Layout] = {
         Layout("mixed", M16, COLD_THIN, MERGE, 1, 4, gemm=M128),
     )
 }
+
+
+def extend_tile(shape: AttentionShape) -> HotTile:
+    """The tile of extend_attention for these heads."""
+    return (EXTEND_WIDE_HEAD if shape.block_d > 128 else EXTEND).fit(shape)

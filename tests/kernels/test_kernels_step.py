@@ -16,7 +16,6 @@ from granikv.attention.kernels.merge import merge_states
 from granikv.attention.variants import LAYOUTS, MERGE, AttentionShape
 from granikv.core import Count
 from granikv.errors import InvalidArgument, Unsupported
-from granikv.models.layers import RotaryTable, apply_rope
 
 EVERYONE, TOOLS, OTHER = (0, 8, 150), (1, 170, 61), (2, 240, 97)
 MIXED = [
@@ -133,7 +132,8 @@ def test_c20_merge_treats_empty_states_as_the_identity():
 @pytest.mark.parametrize("dim", [64, 96])
 def test_append_applies_rope_on_the_way_in(dim):
     shape, rows = AttentionShape(6, 2, dim, 4), 5
-    table = RotaryTable(dim, 50, 10000.0)
+    layers = pytest.importorskip("granikv.models.layers")
+    table = layers.RotaryTable(dim, 50, 10000.0)
     position = torch.tensor([0, 3, 49, 7, 1])
     q, k, v = (torch.randn(rows, h, dim) for h in (6, 2, 2))
     arena = torch.full((2, 32, 2, dim), math.nan, device=DEVICE)
@@ -149,9 +149,9 @@ def test_append_applies_rope_on_the_way_in(dim):
     )  # fmt: skip
     cos, sin = table.lookup(position, torch.float32)
     index = slots[:4].long()
-    compare(got_q[:4].cpu(), apply_rope(q, cos, sin)[:4], torch.float32)
+    compare(got_q[:4].cpu(), layers.apply_rope(q, cos, sin)[:4], torch.float32)
     assert torch.equal(got_q[4].cpu(), q[4])
-    compare(arena[0, index].cpu(), apply_rope(k, cos, sin)[:4], torch.float32)
+    compare(arena[0, index].cpu(), layers.apply_rope(k, cos, sin)[:4], torch.float32)
     assert torch.equal(arena[1, index].cpu(), v[:4])
     assert int(torch.isnan(arena).all(-1).all(-1).sum()) == 2 * (32 - 4)
 

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from granikv.attention.kernels.common import start_dependents
 from granikv.attention.variants import AttentionShape
 from granikv.core import Count
 
@@ -44,7 +45,9 @@ def append_kernel(
     BLOCK_HKV: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     ROPE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_dependents(PDL)
     row = tl.program_id(0)
     if row >= tl.load(counts_ptr + _NUM_ROWS):
         return
@@ -93,11 +96,12 @@ def append_kv(
     *,
     shape: AttentionShape,
     rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    pdl: bool = False,
 ) -> None:
     """Rows k, v [T, Hkv, D] to slots slot_mapping [T] of the arenas [capacity, Hkv, D].
 
     rope: (cos, sin), fp32 [max_position, D / 2] each; then k is rotated on the way in and
-    q [T, Hq, D] in place. Halves are paired as in Llama: (i, i + D / 2).
+    q [T, Hq, D] in place. pdl: the next launch may start early, and waits. Halves are paired as in Llama: (i, i + D / 2).
     """
     if k.shape[0] == 0:
         return
@@ -108,5 +112,5 @@ def append_kv(
         HQ=shape.num_qo_heads, HKV=shape.num_kv_heads, D=shape.head_dim,
         BLOCK_HQ=triton.next_power_of_2(shape.num_qo_heads),
         BLOCK_HKV=triton.next_power_of_2(shape.num_kv_heads),
-        BLOCK_HALF=shape.block_d // 2, ROPE=rope is not None, num_warps=4,
+        BLOCK_HALF=shape.block_d // 2, ROPE=rope is not None, PDL=pdl, num_warps=4,
     )  # fmt: skip

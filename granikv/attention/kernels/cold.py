@@ -195,5 +195,5 @@ def cold_suffix_attention(
         G=shape.group_size, HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK_D=shape.block_d,
         BLOCK_N=tile.block_n, RUN_STAGES=run_stages(tile.num_stages, has_runs), PDL=pdl,
         INTERPRET=INTERPRET,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl, maxnreg=tile.max_registers,
     )  # fmt: skip

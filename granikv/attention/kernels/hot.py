@@ -9,6 +9,8 @@ another tile; a launch takes the items of the variants it is given.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -42,6 +44,8 @@ def hot_tile(
     q_ptr,  # [T, HKV * G, D], row stride q_stride
     k_ptr,  # [capacity, HKV, D]
     v_ptr,
+    k_desc,
+    v_desc,
     o_ptr,  # fp32 [S, HKV * G, D]
     lse_ptr,  # fp32 [S, HKV * G]
     item_ptr,  # int32 [8]: the item
@@ -57,6 +61,8 @@ def hot_tile(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TAIL_N: tl.constexpr,
+    TMA: tl.constexpr,  # k_desc and v_desc are descriptors of the arenas [capacity, HKV * D]
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
@@ -86,25 +92,28 @@ def hot_tile(
 
     # 64-bit base, 32-bit offsets inside a block
     start = kv_start.to(tl.int64) * (HKV * D) + head * D
-    n = tl.arange(0, BLOCK_N)
-    offsets = n * (HKV * D)
     k_block, v_block = k_ptr + start, v_ptr + start
     whole = shortest // BLOCK_N * BLOCK_N
-    for _ in range(0, whole, BLOCK_N):
-        k = load_rows(k_block, offsets, d, D, BLOCK_D)
-        v = load_rows(v_block, offsets, d, D, BLOCK_D)
-        acc, m, total = attend(q, k, v, acc, m, total, scale_log2, INTERPRET)
-        k_block += BLOCK_N * HKV * D
-        v_block += BLOCK_N * HKV * D
+    if TMA:
+        for n0 in range(0, whole, BLOCK_N):
+            k = k_desc.load([kv_start + n0, head * D])
+            v = v_desc.load([kv_start + n0, head * D])
+            acc, m, total = attend(q, k, v, acc, m, total, scale_log2, INTERPRET)
+    else:
+        offsets = tl.arange(0, BLOCK_N) * (HKV * D)
+        for n0 in range(0, whole, BLOCK_N):
+            k = load_rows(k_block + n0 * (HKV * D), offsets, d, D, BLOCK_D)
+            v = load_rows(v_block + n0 * (HKV * D), offsets, d, D, BLOCK_D)
+            acc, m, total = attend(q, k, v, acc, m, total, scale_log2, INTERPRET)
     # the tail is peeled: a mask in the loop costs 12% when compute-bound
-    for n0 in tl.range(whole, longest, BLOCK_N, num_stages=1):
-        exists = n0 + n < longest
-        k = load_some_rows(k_block, offsets, exists, d, D)
-        v = load_some_rows(v_block, offsets, exists, d, D)
-        seen = (n0 + n)[None, :] < seen_len[:, None]
+    tail = tl.arange(0, TAIL_N)
+    offsets = tail * (HKV * D)
+    for n0 in tl.range(whole, longest, TAIL_N, num_stages=1):
+        exists = n0 + tail < longest
+        k = load_some_rows(k_block + n0 * (HKV * D), offsets, exists, d, D)
+        v = load_some_rows(v_block + n0 * (HKV * D), offsets, exists, d, D)
+        seen = (n0 + tail)[None, :] < seen_len[:, None]
         acc, m, total = attend_masked(q, k, v, seen, acc, m, total, scale_log2, INTERPRET)
-        k_block += BLOCK_N * HKV * D
-        v_block += BLOCK_N * HKV * D
     index = (first_partial + entry) * (HKV * G) + qo_head
     store_state(o_ptr, lse_ptr, index, keep, acc, m, total, d, D)
 
@@ -114,6 +123,8 @@ def hot_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_desc,
+    v_desc,
     o_ptr,
     lse_ptr,
     counts_ptr,  # int32 [16]
@@ -129,6 +140,8 @@ def hot_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TAIL_N: tl.constexpr,
+    TMA: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
@@ -137,17 +150,19 @@ def hot_kernel(
     item = tl.program_id(0) // HKV
     head = tl.program_id(0) % HKV
     tile = tl.program_id(1)
-    item_ptr = hot_items_ptr + item * 8
+    item_ptr = hot_items_ptr + item * 8  # the grid is never beyond the plan's capacity
+    num_rows = tl.load(item_ptr + _NUM_ROWS)
+    item_variant = tl.load(item_ptr + _VARIANT)
     if item >= tl.load(counts_ptr + _NUM_ITEMS):
         # a launch must not end before the one it depends on, even without work
         wait_for_previous(PDL)
-    elif (variant >= 0) & (tl.load(item_ptr + _VARIANT) != variant):
+    elif (variant >= 0) & (item_variant != variant):
         wait_for_previous(PDL)
-    elif tile * BLOCK_M < tl.load(item_ptr + _NUM_ROWS) * G:
+    elif tile * BLOCK_M < num_rows * G:
         hot_tile(
-            q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, item_ptr, hot_rows_ptr, row_position_ptr,
-            tile, head, q_stride, scale_log2,
-            G, HKV, D, BLOCK_D, BLOCK_M, BLOCK_N, PDL, INTERPRET,
+            q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, item_ptr, hot_rows_ptr,
+            row_position_ptr, tile, head, q_stride, scale_log2,
+            G, HKV, D, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, TMA, PDL, INTERPRET,
         )  # fmt: skip
 
 
@@ -163,6 +178,7 @@ def hot_prefix_attention(
     shape: AttentionShape,
     tile: HotTile,
     num_items: int,
+    descriptors: tuple[Any, Any] | None = None,
     num_row_tiles: int = 1,
     variant: int = EVERY_VARIANT,
     pdl: bool = False,
@@ -170,17 +186,19 @@ def hot_prefix_attention(
     """q [T, Hq, D], arenas [capacity, Hkv, D] -> o fp32 [S, Hq, D], lse_log2 fp32 [S, Hq].
 
     plan: device tensors of the plan by field name. num_items is the grid's capacity; items beyond
-    counts exit. num_row_tiles: the most tiles of tile.block_m stacked rows that an item has.
+    counts exit. descriptors: of K and V as [capacity, Hkv * D], blocks [tile.block_n, D]; they save
+    registers and address arithmetic. num_row_tiles: the most tiles of tile.block_m stacked rows that an item has.
     """
     if num_items == 0:
         return
     tile = tile.fit(shape)
     grid = (num_items * shape.num_kv_heads, num_row_tiles)
     hot_kernel[grid](
-        q, k_arena, v_arena, o_partials, lse_partials,
+        q, k_arena, v_arena, *(descriptors or (k_arena, v_arena)), o_partials, lse_partials,
         plan["counts"], plan["hot_items"], plan["hot_rows"], plan["row_position"],
         q.stride(0), sm_scale * 1.4426950408889634, variant,
         G=shape.group_size, HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK_D=shape.block_d,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, PDL=pdl, INTERPRET=INTERPRET,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TAIL_N=min(32, tile.block_n),
+        TMA=descriptors is not None, PDL=pdl, INTERPRET=INTERPRET,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl, maxnreg=tile.max_registers,
     )  # fmt: skip

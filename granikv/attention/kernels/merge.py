@@ -30,48 +30,57 @@ def merge_kernel(
     HQ: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    start_dependents(PDL)
-    row = tl.program_id(0) // HQ
-    head = tl.program_id(0) % HQ
+    row = tl.program_id(0)
     num_decode = tl.load(counts_ptr + _NUM_DECODE)
-    if (row >= num_decode) & (row < tl.load(counts_ptr + _NUM_ROWS)):
-        wait_for_previous(PDL)
+    num_rows = tl.load(counts_ptr + _NUM_ROWS)
+    decodes = row < num_decode
+    begin = tl.load(merge_indptr_ptr + row, mask=decodes, other=0)
+    end = tl.load(merge_indptr_ptr + row + 1, mask=decodes, other=0)
+    p = tl.arange(0, BLOCK_P)
+    partial = tl.load(merge_partials_ptr + begin + p, mask=begin + p < end, other=0)
+    wait_for_previous(PDL)  # so far only the plan was read
+    # not earlier: blocks of the next launch would take the places of this one's
+    start_dependents(PDL)
+    if (row >= num_decode) & (row < num_rows):
         return  # an extend row
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    total = 0.0
-    if row < num_decode:
-        begin = tl.load(merge_indptr_ptr + row)
-        end = tl.load(merge_indptr_ptr + row + 1)
-        p = tl.arange(0, BLOCK_P)
-        m = float("-inf")
-        wait_for_previous(PDL)
-        for p0 in range(begin, end, BLOCK_P):
-            exists = p0 + p < end
+    columns = h[:, None] * D + d[None, :]
+    in_row = (h[:, None] < HQ) & (d[None, :] < D)
+    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    for p0 in range(begin, end, BLOCK_P):
+        exists = p0 + p < end
+        if p0 > begin:
             partial = tl.load(merge_partials_ptr + p0 + p, mask=exists, other=0)
-            index = partial.to(tl.int64) * HQ + head
-            lse = tl.load(lse_ptr + index, mask=exists, other=float("-inf"))
-            o = tl.load(
-                o_ptr + index[:, None] * D + d[None, :],
-                mask=exists[:, None] & (d[None, :] < D),
-                other=0.0,
-            )
-            m_new = tl.maximum(m, tl.max(lse, 0))
-            base = tl.where(m_new == float("-inf"), 0.0, m_new)
-            weight = tl.exp2(lse - base)
-            alpha = tl.exp2(m - base)
-            weighted = tl.where(weight[:, None] > 0.0, weight[:, None] * o, 0.0)
-            acc = acc * alpha + tl.sum(weighted, 0)
-            total = total * alpha + tl.sum(weight, 0)
-            m = m_new
-    else:
-        wait_for_previous(PDL)
-    out = acc / tl.where(total == 0.0, 1.0, total)
-    pointers = out_ptr + row.to(tl.int64) * out_stride + head * D + d
-    tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=d < D)
+        index = partial.to(tl.int64) * HQ
+        lse = tl.load(
+            lse_ptr + index[:, None] + h[None, :],
+            mask=exists[:, None] & (h[None, :] < HQ),
+            other=float("-inf"),
+        )
+        o = tl.load(
+            o_ptr + (index * D)[:, None, None] + columns[None, :, :],
+            mask=exists[:, None, None] & in_row[None, :, :],
+            other=0.0,
+        )
+        m_new = tl.maximum(m, tl.max(lse, 0))
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        weight = tl.exp2(lse - base[None, :])
+        alpha = tl.exp2(m - base)
+        # an empty state's o is not looked at: it may be anything
+        weighted = tl.where(weight[:, :, None] > 0.0, weight[:, :, None] * o, 0.0)
+        acc = acc * alpha[:, None] + tl.sum(weighted, 0)
+        total = total * alpha + tl.sum(weight, 0)
+        m = m_new
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    pointers = out_ptr + row.to(tl.int64) * out_stride + columns
+    tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=in_row)
 
 
 def merge_states(
@@ -88,8 +97,9 @@ def merge_states(
     num_rows = out.shape[0]
     if num_rows == 0:
         return
-    merge_kernel[(num_rows * shape.num_qo_heads,)](
+    block_h = min(tile.block_h, triton.next_power_of_2(shape.num_qo_heads))
+    merge_kernel[(num_rows, triton.cdiv(shape.num_qo_heads, block_h))](
         o_partials, lse_partials, plan["counts"], plan["merge_indptr"], plan["merge_partials"],
         out, out.stride(0), HQ=shape.num_qo_heads, D=shape.head_dim, BLOCK_D=shape.block_d,
-        BLOCK_P=tile.block_p, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
+        BLOCK_H=block_h, BLOCK_P=tile.block_p, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
     )  # fmt: skip

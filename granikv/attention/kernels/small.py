@@ -58,9 +58,9 @@ def small_kernel(
     if index < num_hot:
         item_ptr = hot_items_ptr + index // num_row_tiles * 8
         hot_tile(
-            q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, item_ptr, hot_rows_ptr, row_position_ptr,
-            index % num_row_tiles, head, q_stride, scale_log2,
-            G, HKV, D, BLOCK_D, BLOCK_M, BLOCK_N, PDL, INTERPRET,
+            q_ptr, k_ptr, v_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, item_ptr, hot_rows_ptr,
+            row_position_ptr, index % num_row_tiles, head, q_stride, scale_log2,
+            G, HKV, D, BLOCK_D, BLOCK_M, BLOCK_N, COLD_N, False, PDL, INTERPRET,
         )  # fmt: skip
     elif index - num_hot < tl.load(counts_ptr + _NUM_COLD):
         cold_tile(
