@@ -152,17 +152,56 @@ class Sampler:
     def clear_request(self, row: int) -> None:
         self._states[row] = None
 
-    def all_plain_greedy(self, rows: Iterable[int]) -> bool:
-        """Whether the argmax of the logits is all that these request rows ask for."""
+    def stays_on_device(self, rows: Iterable[int]) -> bool:
+        """Whether `sample_ids` can serve these request rows: nothing about them needs the host.
+
+        Penalties and bad words need the tokens so far, log probabilities go to the host.
+        """
         states = [self._states[row] for row in rows]
         return all(
             s is not None
-            and s.params.is_greedy
             and s.params.logprobs is None
-            and not s.tail_len
-            and not s.edits_logits(0)
+            and s.masked_early is None
+            and not s.params.uses_penalties
+            and not s.params.bad_words_ids
             for s in states
         )
+
+    @torch.inference_mode()
+    def sample_ids(
+        self, logits: torch.Tensor, rows: Sequence[int], output_positions: Sequence[int]
+    ) -> torch.Tensor:
+        """int64 [S] on the device of logits [S, vocab], equal to `sample`'s, without a wait.
+
+        For rows that `stays_on_device` accepts.
+        """
+        states = [s for s in (self._states[row] for row in rows) if s is not None]
+        return self._ids(logits, states, output_positions)
+
+    def _ids(
+        self, logits: torch.Tensor, states: list[_State], output_positions: Sequence[int]
+    ) -> torch.Tensor:
+        """int64 [S]: one id per row of logits [S, vocab], on their device."""
+        greedy = [i for i, s in enumerate(states) if s.params.is_greedy]
+        if len(greedy) == len(states):
+            return logits.argmax(dim=-1)
+        ids = torch.empty(len(states), dtype=torch.int64, device=logits.device)
+        if greedy:
+            ids[greedy] = logits[greedy].argmax(dim=-1)
+        for filtered in (False, True):
+            group = [
+                i
+                for i, s in enumerate(states)
+                if not s.params.is_greedy and s.is_filtered == filtered
+            ]
+            if group:
+                ids[group] = self._draw(
+                    logits[group],
+                    [states[i] for i in group],
+                    [output_positions[i] for i in group],
+                    filtered,
+                )
+        return ids
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         for token in ids:
@@ -197,25 +236,7 @@ class Sampler:
             work[edited] = self._edit(
                 logits[edited], [states[i] for i in edited], [output_positions[i] for i in edited]
             )
-        tokens = np.empty(len(states), dtype=np.int32)
-        greedy = [i for i, s in enumerate(states) if s.params.is_greedy]
-        if len(greedy) == len(states):
-            tokens[:] = work.argmax(dim=-1).cpu().numpy()
-        elif greedy:
-            tokens[greedy] = work[greedy].argmax(dim=-1).cpu().numpy()
-        for filtered in (False, True):
-            group = [
-                i
-                for i, s in enumerate(states)
-                if not s.params.is_greedy and s.is_filtered == filtered
-            ]
-            if group:
-                tokens[group] = self._draw(
-                    work[group],
-                    [states[i] for i in group],
-                    [output_positions[i] for i in group],
-                    filtered,
-                )
+        tokens = self._ids(work, states, output_positions).cpu().numpy().astype(np.int32)
         for state, token in zip(states, tokens.tolist(), strict=True):
             state.append(token)
         return self._with_logprobs(StepOutput(tokens), logits, states)
@@ -253,8 +274,8 @@ class Sampler:
         states: list[_State],
         output_positions: list[int],
         filtered: bool,
-    ) -> np.ndarray:
-        """logits [G, vocab] -> random tokens [G], by inverse CDF in vocabulary order."""
+    ) -> torch.Tensor:
+        """logits [G, vocab] -> random tokens int64 [G], by inverse CDF in vocabulary order."""
         params = [s.params for s in states]
         limit = torch.finfo(torch.float32).max
         x = torch.nan_to_num(logits.float(), nan=-torch.inf, posinf=limit, neginf=-torch.inf)
@@ -269,7 +290,7 @@ class Sampler:
         u = uniform([s.seed for s in states], output_positions)
         target = torch.from_numpy(u).to(x.device)[:, None] * cdf[:, -1:]
         index = torch.searchsorted(cdf, target, right=True).clamp(max=x.shape[-1] - 1)
-        return index[:, 0].cpu().numpy().astype(np.int32)
+        return index[:, 0]
 
     def _with_logprobs(
         self, output: StepOutput, logits: torch.Tensor, states: list[_State]
@@ -323,11 +344,14 @@ def _filter(weights: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor
         top_p = torch.tensor([[params[i].top_p] for i in nuclear], device=device).double()
         part = weights[nuclear]
         wanted = top_p * part.cumsum(dim=-1, dtype=torch.float64)[:, -1:]
-        best = part.topk(min(vocab, _TOP_P_FIRST_TRY), dim=-1).values
+        # on a GPU, asking whether the first try held would wait for the step: sort all at once
+        tries = vocab if device.type == "cuda" else min(vocab, _TOP_P_FIRST_TRY)
+        best = part.topk(tries, dim=-1).values
         mass = best.cumsum(dim=-1, dtype=torch.float64)
         last = torch.searchsorted(mass, wanted)  # first entry with enough mass
         lowest = best.gather(1, last.clamp(max=best.shape[-1] - 1))
-        for i in (last[:, 0] == best.shape[-1]).nonzero()[:, 0].tolist():  # flat rows
+        flat = (last[:, 0] == tries).nonzero()[:, 0].tolist() if tries < vocab else []
+        for i in flat:
             ordered = part[i].sort(descending=True).values
             enough = torch.searchsorted(ordered.cumsum(dim=0, dtype=torch.float64), wanted[i])
             lowest[i] = ordered[enough.clamp(max=vocab - 1)]

@@ -229,18 +229,18 @@ class CudaExecutor:
         logits: torch.Tensor,
         rows: dict[str, torch.Tensor],
     ) -> None:
-        """Greedy rows stay on the device; a step with any other row uses the host's sampler."""
+        """Ids stay on the device, unless a row needs the host: penalties, bad words, logprobs."""
         count = handle.num_samples
         logits = logits[:count]
         request_rows = plan.row_request[plan.sample_rows[:count]]
         if self.keep_logits:
             handle.logits = logits.clone()
-        if self.sampler.all_plain_greedy(request_rows):
-            ids = logits.argmax(dim=-1)
+        made = plan.row_position[plan.sample_rows[:count]] + 1 - self.prompt_lens[request_rows]
+        if self.sampler.stays_on_device(request_rows):
+            ids = self.sampler.sample_ids(logits, request_rows.tolist(), made.tolist())
             handle.host_ids = torch.empty(count, dtype=torch.int64, pin_memory=self.on_gpu)
             handle.host_ids.copy_(ids, non_blocking=True)
         else:
-            made = plan.row_position[plan.sample_rows[:count]] + 1 - self.prompt_lens[request_rows]
             handle.output = self.sampler.sample(logits, request_rows.tolist(), made.tolist())
             ids = torch.from_numpy(handle.output.token_ids).long().to(self.device)
         sampled = rows["request"].index_select(0, rows["sample_row"][:count])
