@@ -1,0 +1,83 @@
+"""Predicts GPU attention times from four rates: read bandwidth, two matrix rates, item cost.
+
+    time of a shared span = longer of (its KV once / bandwidth) and (its products / rate)
+
+All times are per layer. `cascade` rows fill small tiles at a lower rate than `gemm` tiles do.
+Same questions as granikv.cost_model.CostModel; it knows nothing of plans or requests.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from granikv.config import ModelConfig
+from granikv.errors import InvalidArgument
+
+PROFILES = Path(__file__).parent / "profiles"
+FIELDS = ("read_gb_per_s", "gemm_tflops", "cascade_tflops", "matmul_tflops", "item_us", "merge_ns")
+
+
+class GpuCostModel:
+    """profile: a dictionary with the fields of FIELDS; element_bytes: of the KV cache."""
+
+    def __init__(self, profile: dict, model_config: ModelConfig, element_bytes: int):
+        missing = [name for name in FIELDS if not profile.get(name)]
+        if missing:
+            raise InvalidArgument("profile", sorted(profile), f"with {', '.join(missing)}")
+        self.profile, self.model, self.element_bytes = profile, model_config, element_bytes
+
+    @classmethod
+    def load(
+        cls, profile: str | None, model_config: ModelConfig, element_bytes: int, gpu_name: str
+    ) -> GpuCostModel:
+        """profile: path of a JSON file, or None: the packaged one of this GPU, else the default."""
+        if profile is None:
+            named = PROFILES / f"{gpu_name.lower().replace(' ', '_')}.json"
+            path = named if named.is_file() else PROFILES / "gpu_default.json"
+        else:
+            path = Path(profile)
+        try:
+            return cls(json.loads(path.read_text()), model_config, element_bytes)
+        except (OSError, ValueError) as error:
+            raise InvalidArgument("profile", str(path), f"a readable profile ({error})") from error
+
+    def _read_us(self, num_tokens: float) -> float:
+        model = self.model
+        num_bytes = 2 * model.num_kv_heads * model.head_dim * self.element_bytes * num_tokens
+        return num_bytes / (self.profile["read_gb_per_s"] * 1e3)
+
+    def hot_us(self, variant: str, num_rows: int, kv_len: int) -> float:
+        """One shared span of kv_len tokens for num_rows decode rows, without the merge."""
+        if variant not in ("cascade", "gemm"):
+            raise InvalidArgument("variant", variant, "one of ['cascade', 'gemm']")
+        model = self.model
+        tile = 16 if variant == "cascade" else 128  # rows of a tile: the rest is padding
+        stacked = num_rows * model.gqa_group_size
+        stacked = -(-stacked // tile) * tile
+        flops = 4 * stacked * model.num_kv_heads * model.head_dim * kv_len
+        compute_us = flops / (self.profile[f"{variant}_tflops"] * 1e6)
+        return max(self._read_us(kv_len), compute_us) + self.profile["item_us"]
+
+    def merge_us(self, num_rows: int) -> float:
+        """One more partial state per row."""
+        return num_rows * self.model.num_qo_heads * self.profile["merge_ns"] / 1e3
+
+    def marginal_flat_us(self, num_rows: int, kv_len: int) -> float:
+        """Extra time when each row reads the span on its own, beside its suffix."""
+        return num_rows * self._read_us(kv_len) + self.merge_us(num_rows)
+
+    def label(self, num_rows: int, kv_tokens_read: int, kv_tokens_flat: int) -> str:
+        """ "compute" or "memory": the longer of arithmetic and reads of a whole step."""
+        m = self.model
+        per_layer = (
+            2 * m.hidden_size * (m.num_qo_heads + m.num_kv_heads) * m.head_dim
+            + 3 * m.hidden_size * m.intermediate_size
+        )
+        weights = m.num_layers * per_layer + m.vocab_size * m.hidden_size
+        scores = 4 * m.num_layers * m.num_qo_heads * m.head_dim * kv_tokens_flat
+        compute_us = 2 * weights * num_rows / (self.profile["matmul_tflops"] * 1e6)
+        compute_us += scores / (self.profile["gemm_tflops"] * 1e6)
+        memory_us = self.element_bytes * weights / (self.profile["read_gb_per_s"] * 1e3)
+        memory_us += m.num_layers * self._read_us(kv_tokens_read)
+        return "compute" if compute_us > memory_us else "memory"
