@@ -176,7 +176,7 @@ class Engine:
             raise InvalidArgument("bad_words_ids", (), "non-empty token sequences")
 
     def _check_lengths(self, tokens: np.ndarray, params: SamplingParams) -> None:
-        limit = min(self.max_seq_len, self.config.capacity_tokens - 2)
+        limit = min(self.max_seq_len, self.cache.max_request_tokens)
         if len(tokens) >= limit:
             raise InvalidArgument(
                 "prompt", f"{len(tokens)} tokens", f"fewer than {limit} tokens (the context)"

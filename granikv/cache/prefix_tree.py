@@ -3,6 +3,7 @@
 A node covers tokens [start, start + len). It may have storage for the first `published` of them,
 or none: then it stands for what waiting requests will need, so that "shared by two" is a property
 of the tree and not a search. Tokens are compared for equality; no hash decides identity.
+With pages every node covers whole pages, and prompts part at a page's start.
 It knows neither the arena's free list nor the scheduler.
 """
 
@@ -20,12 +21,12 @@ class Node:
 
     __slots__ = (
         "parent", "children", "tokens", "start", "extent", "slots", "allocated", "published",
-        "users", "locks", "writer", "last_use", "reader_step",
+        "users", "locks", "writer", "last_use", "reader_step", "hinted",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, tokens: np.ndarray, start: int):
         self.parent = parent
-        self.children: dict[int, Node] = {}
+        self.children: dict[int | bytes, Node] = {}  # by PrefixTree.key of their tokens
         self.tokens = tokens  # int32 [len]
         self.start = start
         self.extent: int | None = None  # HOT: first arena slot; `allocated` slots are reserved
@@ -35,6 +36,7 @@ class Node:
         self.users = 0  # live requests, waiting ones included: demand
         self.locks = 0  # running requests: not evictable while above 0
         self.writer: Request | None = None
+        self.hinted = False  # HOT for one user too: declared, or another used it recently
         self.last_use = 0.0
         self.reader_step = -1  # last launched step that may still read it after the last unlock
 
@@ -67,11 +69,21 @@ def common_length(a: np.ndarray, b: np.ndarray) -> int:
 
 
 class PrefixTree:
-    """One root per namespace. `version` changes whenever a path or a storage does."""
+    """One root per namespace. `version` changes whenever a path or a storage does.
 
-    def __init__(self) -> None:
+    page_tokens: nodes start and end at multiples of it; callers pass whole pages.
+    """
+
+    def __init__(self, page_tokens: int = 1) -> None:
         self.roots: dict[Namespace, Node] = {}
         self.version = 0
+        self.page_tokens = page_tokens
+
+    def key(self, tokens: np.ndarray) -> int | bytes:
+        """What siblings differ by: the first page. They may share tokens inside it."""
+        if self.page_tokens == 1:
+            return int(tokens[0])
+        return tokens[: self.page_tokens].tobytes()
 
     def insert_path(self, namespace: Namespace, tokens: np.ndarray) -> Node:
         """The node that ends exactly at the last of `tokens`, made if needed."""
@@ -83,12 +95,13 @@ class PrefixTree:
     def extend_path(self, node: Node, tokens: np.ndarray) -> Node:
         """The node below `node` that ends exactly behind `tokens`, made if needed."""
         while len(tokens):
-            child = node.children.get(int(tokens[0]))
+            child = node.children.get(self.key(tokens))
             if child is None:
                 child = Node(node, np.array(tokens, dtype=np.int32), node.end)
-                node.children[int(tokens[0])] = child
+                node.children[self.key(tokens)] = child
                 return child
             shared = common_length(child.tokens, tokens)
+            shared -= shared % self.page_tokens
             node = child if shared == len(child) else self.split(child, shared)
             tokens = tokens[shared:]
         return node
@@ -98,25 +111,26 @@ class PrefixTree:
 
         The object stays the tail, so that requests whose leaf it is keep their leaf.
         """
-        assert node.parent is not None and 0 < k < len(node)
+        assert node.parent is not None and 0 < k < len(node) and k % self.page_tokens == 0
         head = Node(node.parent, node.tokens[:k], node.start)
         head.users, head.locks, head.writer = node.users, node.locks, node.writer
         head.last_use, head.reader_step = node.last_use, node.reader_step
+        head.hinted = node.hinted
         head.allocated, head.published = min(node.allocated, k), min(node.published, k)
         if head.allocated:
             head.extent = node.extent
+        node.allocated, node.published = max(node.allocated - k, 0), max(node.published - k, 0)
         if node.slots is not None:
             head.slots = node.slots[:k]
-            node.slots = node.slots[k:]
-        node.allocated, node.published = max(node.allocated - k, 0), max(node.published - k, 0)
+            node.slots = node.slots[k:] if node.allocated else None
         if node.extent is not None:
             node.extent = node.extent + k if node.allocated else None
         if head.published == k:
             head.writer = None
         node.tokens = node.tokens[k:]
         node.start += k
-        node.parent.children[int(head.tokens[0])] = head
-        head.children[int(node.tokens[0])] = node
+        node.parent.children[self.key(head.tokens)] = head
+        head.children[self.key(node.tokens)] = node
         node.parent = head
         self.version += 1
         return head
@@ -136,9 +150,9 @@ class PrefixTree:
         while (
             node.parent is not None and not node.children and not node.users and not node.allocated
         ):
-            del node.parent.children[int(node.tokens[0])]
+            del node.parent.children[self.key(node.tokens)]
             node = node.parent
-        if node.parent is None and not node.children:
+        if node.parent is None and not node.children and not node.users:
             for key, root in list(self.roots.items()):
                 if root is node:
                     del self.roots[key]
