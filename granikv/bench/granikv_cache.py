@@ -52,7 +52,7 @@ class ManagedCache:
         request = self._requests.pop(key)
         request.last_token_time = float(self._clock)
         self.manager.publish(request, request.num_tokens)
-        self.manager.release(request)
+        self.manager.release(request, keep=False)
         self._step()
 
     def _step(self) -> None:

@@ -29,6 +29,7 @@ class NodeStorage:
         self._retiring: list[tuple[int, np.ndarray]] = []  # (step that may still use them, slots)
         self._num_evictable: int | None = 0  # None: count again
         self._victims: list[tuple[bool, float, int, Node]] = []  # heap, see evict
+        self._victims_until = 0.0  # the latest use when the heap was made
         self._serial = counter()  # nodes of equal age leave in order of discovery
         self.counters = {"evicted_tokens": 0}
 
@@ -146,17 +147,16 @@ class NodeStorage:
 
         Leaves only, tail before head; least recently used first, waiting demand last. The heap
         of victims outlives the call, so that a full cache does not walk the tree for every
-        token: what becomes idle later was used later, and is found when the heap has run out.
+        token: what became idle since was used since, and waits until the older ones are gone.
         """
         freed, is_fresh = 0, False
         while freed < count:
-            node = self._oldest_victim(with_demand=is_fresh)
+            node = self._oldest_victim(is_fresh)
             if node is None:
                 if is_fresh:
                     break
-                self._victims, is_fresh = [], True
-                for candidate in self.tree.nodes():
-                    self._offer(candidate)
+                self._find_victims()
+                is_fresh = True
                 continue
             freed += self.trim(node, max(node.allocated - (count - freed), 0))
             parent = node.parent
@@ -176,8 +176,17 @@ class NodeStorage:
             entry = (node.users > 0, node.last_use, next(self._serial), node)
             heapq.heappush(self._victims, entry)
 
-    def _oldest_victim(self, with_demand: bool) -> Node | None:
-        """Top of the heap, entries that changed since put right; None: look for more first."""
+    def _find_victims(self) -> None:
+        self._victims = []
+        for node in self.tree.nodes():
+            self._victims_until = max(self._victims_until, node.last_use)
+            self._offer(node)
+
+    def _oldest_victim(self, is_fresh: bool) -> Node | None:
+        """Top of the heap after putting changed entries right.
+
+        None: the heap is empty, or (unless fresh) what it does not know may be older.
+        """
         while self._victims:
             has_demand, last_use, _, node = self._victims[0]
             if not self._is_victim(node):
@@ -185,8 +194,10 @@ class NodeStorage:
             elif (node.users > 0, node.last_use) != (has_demand, last_use):
                 heapq.heappop(self._victims)
                 self._offer(node)
+            elif is_fresh or not (has_demand or last_use > self._victims_until):
+                return node
             else:
-                return node if with_demand or not has_demand else None
+                return None
         return None
 
     def forget_extents(self, ranges: Sequence[tuple[int, int]]) -> None:
