@@ -56,6 +56,11 @@ class Node:
         return self.published == len(self.tokens)
 
     @property
+    def is_orphan(self) -> bool:
+        """Nobody stores, wants or extends it."""
+        return not self.children and not self.users and not self.allocated
+
+    @property
     def has_stored_children(self) -> bool:
         return any(c.allocated or c.has_stored_children for c in self.children.values())
 
@@ -103,6 +108,8 @@ class PrefixTree:
             shared = common_length(child.tokens, tokens)
             shared -= shared % self.page_tokens
             node = child if shared == len(child) else self.split(child, shared)
+            if child is not node and child.is_orphan:
+                del node.children[self.key(child.tokens)]  # the evicted tail of `node`
             tokens = tokens[shared:]
         return node
 
@@ -146,12 +153,14 @@ class PrefixTree:
         return nodes
 
     def prune(self, node: Node) -> None:
-        """Drop `node` and its ancestors as far as nobody stores or wants them."""
-        while (
-            node.parent is not None and not node.children and not node.users and not node.allocated
-        ):
-            del node.parent.children[self.key(node.tokens)]
-            node = node.parent
+        """Drop `node` and its ancestors as far as nobody stores or wants them.
+
+        Dropped nodes have no parent, so that dropping one again does nothing.
+        """
+        while node.parent is not None and node.is_orphan:
+            parent = node.parent
+            del parent.children[self.key(node.tokens)]
+            node.parent, node = None, parent
         if node.parent is None and not node.children and not node.users:
             for key, root in list(self.roots.items()):
                 if root is node:

@@ -206,6 +206,7 @@ class NodeStorage:
             extent = node.extent
             if extent is not None and any(low <= extent < high for low, high in ranges):
                 self.trim(node, 0)
+                self.tree.prune(node)
 
     # --- retirement ---------------------------------------------------------------------------
 
