@@ -1,7 +1,7 @@
 """GraniKV's cache manager behind the replay's interface.
 
-A request's prompt is written in one step and its output's slots are taken at admission, as the
-baseline does, so both hold the same tokens. The clock counts operations.
+A request's prompt is written in one step, its output's slots are taken at admission and dropped
+at its end, as the baseline does, so both hold the same tokens. The clock counts operations.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from granikv.core import Request, RequestRow
 
 
 class ManagedCache:
-    def __init__(self, config: ReplayConfig):
+    """prefix_layout: as EngineConfig's; "uniform" is our own paged cache."""
+
+    def __init__(self, config: ReplayConfig, prefix_layout: str = "asymmetric"):
         self.manager = CacheManager(
             EngineConfig(
                 capacity_tokens=config.capacity_tokens,
                 max_requests=config.max_running,
                 min_extent_tokens=config.min_extent_tokens,
+                prefix_layout=prefix_layout,
             )
         )
         self._requests: dict[int, Request] = {}
