@@ -57,6 +57,7 @@ class HotPolicy:
         self.storage = storage
         self.prefix_ids = PrefixIds(config.min_extent_tokens)
         self.is_enabled = config.prefix_layout == "asymmetric"
+        self._can_move = self.is_enabled and config.max_move_tokens >= config.min_extent_tokens
         self._promotable: dict[Node, None] = {}
         self.counters = dict.fromkeys(
             ("promotions", "moved_tokens", "extents", "extent_fallbacks"), 0
@@ -80,7 +81,7 @@ class HotPolicy:
 
     def offer(self, node: Node) -> None:
         """Remember a COLD node for promotion if it is shared and has something to copy."""
-        if self.is_enabled and not node.is_hot and node.published and self._is_shared(node):
+        if self._can_move and not node.is_hot and node.published and self._is_shared(node):
             self._promotable[node] = None
 
     def claim(self, path: list[Node], writer: Request) -> None:
@@ -91,8 +92,8 @@ class HotPolicy:
                 node.writer = writer
                 if want_hot and parent_is_hot and not node.is_hot:
                     self._reserve(node)
-            elif want_hot and not node.is_hot:
-                self._promotable[node] = None
+            elif want_hot:
+                self.offer(node)
             parent_is_hot = parent_is_hot and node.is_hot
 
     def _wanted(self, path: list[Node]) -> list[bool]:
@@ -122,17 +123,26 @@ class HotPolicy:
                 del self._promotable[node]
                 continue
             chain = [n for n in self.storage.tree.path(node) if not n.is_hot]
-            total = sum(len(n) for n in chain)
-            if not all(n.is_complete for n in chain) or total > self.storage.arena.num_free:
+            if not all(n.is_complete for n in chain):
                 continue
-            if total > budget:
-                if total > self.config.max_move_tokens:
+            for part in chain:
+                fitting = self._within(part, budget)
+                if fitting is None:
+                    break  # next step
+                if not self._promote(fitting, moves):
                     del self._promotable[node]
-                continue
-            if all(self._promote(n, moves) for n in chain):
-                budget -= total
-            self._promotable.pop(node, None)
+                    break
+                budget -= len(fitting)
         return moves
+
+    def _within(self, node: Node, budget: int) -> Node | None:
+        """The node, or the head of one too long for any step, if it can be copied in this one."""
+        if len(node) > self.config.max_move_tokens:
+            if budget < self.config.min_extent_tokens or budget > self.storage.arena.num_free:
+                return None
+            return self.storage.tree.split(node, budget)
+        fits = len(node) <= min(budget, self.storage.arena.num_free)
+        return node if fits else None
 
     def _promote(self, node: Node, moves: list[Move]) -> bool:
         assert node.slots is not None

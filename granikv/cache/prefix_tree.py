@@ -167,9 +167,15 @@ class PrefixTree:
                     del self.roots[key]
 
     def nodes(self) -> Iterator[Node]:
-        stack = list(self.roots.values())
+        for root in self.roots.values():
+            for child in root.children.values():
+                yield from self.subtree(child)
+
+    @staticmethod
+    def subtree(node: Node) -> Iterator[Node]:
+        """The node and all below it, parents first."""
+        stack = [node]
         while stack:
             node = stack.pop()
             stack.extend(node.children.values())
-            if node.parent is not None:
-                yield node
+            yield node

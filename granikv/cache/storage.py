@@ -201,12 +201,16 @@ class NodeStorage:
         return None
 
     def forget_extents(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Drop what is stored in the slot ranges [start, end): a failed step did not fill them."""
+        """Drop what is stored in the slot ranges [start, end): a failed step did not fill them.
+
+        And all below it: nothing is stored behind a gap, whose reader would miss those slots.
+        """
         for node in list(self.tree.nodes()):
             extent = node.extent
             if extent is not None and any(low <= extent < high for low, high in ranges):
-                self.trim(node, 0)
-                self.tree.prune(node)
+                for below in list(self.tree.subtree(node)):
+                    self.trim(below, 0)
+                    self.tree.prune(below)
 
     # --- retirement ---------------------------------------------------------------------------
 

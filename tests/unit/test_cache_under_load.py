@@ -92,6 +92,12 @@ class Load:
             if out.finished and out.finish_reason is FinishReason.LENGTH:
                 assert self.made[out.request_id] == self.expected(out.request_id)
 
+        for node in self.engine.cache.tree.nodes():  # nothing behind a gap, nothing HOT below COLD
+            parent = node.parent
+            if parent.parent is not None and node.allocated:
+                assert parent.is_complete or parent.writer is not None
+                assert parent.is_hot or not node.is_hot
+
     def expected(self, name):
         salt, prompt = self.inputs[name]
         tokens = list(prompt)

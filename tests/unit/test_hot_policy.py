@@ -139,3 +139,18 @@ def test_a_failed_promotion_is_forgotten_also_behind_a_split():
     cache.drop_moves(moves)
     assert sum(node.published for node in cache.path(late)) == 0
     cache.check_conservation([])
+
+
+def test_a_node_longer_than_a_steps_budget_is_promoted_in_parts():
+    cache = make_cache(max_move_tokens=32, recency_window_s=1e9)
+    long = list(range(200, 300))
+    end(cache, start(cache, "a", [*long, 1]), now=0.0)
+    request = start(cache, "b", [*long, 2], now=1.0)
+    moved = []
+    for step in range(6):
+        moved.append(sum(move.length for move in cache.plan_moves()))
+        cache.step_launched(step)
+        cache.step_completed(step)
+        cache.check_conservation([request])
+    assert moved == [32, 32, 32, 0, 0, 0], "the rest is shorter than an extent"
+    assert hot_tokens(cache, request) == 96
