@@ -129,7 +129,8 @@ class NodeStorage:
             node.allocated, node.published = keep, min(node.published, keep)
             if not keep:
                 node.extent = node.slots = None
-            self.tree.version += 1
+            if node.users:  # else it is on nobody's path: what was derived from paths stays right
+                self.tree.version += 1
         return freed
 
     def _is_idle(self, node: Node) -> bool:
