@@ -28,6 +28,7 @@ class NodeStorage:
         self.num_retiring = 0
         self._retiring: list[tuple[int, np.ndarray]] = []  # (step that may still use them, slots)
         self._num_evictable: int | None = 0  # None: count again
+        self._newest_reader_step = -1  # of nodes that nobody locks
         self._victims: list[tuple[bool, float, int, Node]] = []  # heap, see evict
         self._victims_until = 0.0  # the latest use when the heap was made
         self._serial = counter()  # nodes of equal age leave in order of discovery
@@ -54,6 +55,7 @@ class NodeStorage:
         for node in nodes:
             node.locks -= 1
             node.reader_step = max(node.reader_step, self.launched_step)
+        self._newest_reader_step = self.launched_step
         self._num_evictable = None
 
     # --- growth -------------------------------------------------------------------------------
@@ -90,6 +92,7 @@ class NodeStorage:
         """A node without storage takes over written slots, int32 [len]."""
         node.slots, node.allocated, node.published = slots.copy(), len(slots), len(slots)
         node.last_use, node.reader_step = last_use, self.launched_step
+        self._newest_reader_step = self.launched_step
         self._num_evictable = None
 
     def reserve_extent(self, node: Node) -> int | None:
@@ -230,8 +233,9 @@ class NodeStorage:
 
     def step_completed(self, step_id: int) -> None:
         """Every step up to `step_id` has finished: what they read may be reused."""
+        if self._newest_reader_step > self.completed_step:
+            self._num_evictable = None  # nodes that only a finished step still read are idle now
         self.completed_step = step_id
-        self._num_evictable = None  # nodes that only a finished step still read are idle now
         still = []
         for step, slots in self._retiring:
             if step <= step_id:

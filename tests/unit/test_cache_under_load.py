@@ -92,6 +92,10 @@ class Load:
             if out.finished and out.finish_reason is FinishReason.LENGTH:
                 assert self.made[out.request_id] == self.expected(out.request_id)
 
+        storage = self.engine.cache.storage
+        counted = storage.num_evictable()
+        storage._num_evictable = None
+        assert counted == storage.num_evictable(), "the kept count is stale"
         for node in self.engine.cache.tree.nodes():  # nothing behind a gap, nothing HOT below COLD
             parent = node.parent
             if parent.parent is not None and node.allocated:
