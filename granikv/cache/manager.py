@@ -17,6 +17,14 @@ from granikv.cache.arena import TokenArena
 from granikv.cache.prefix_tree import Node, PrefixTree
 from granikv.config import EngineConfig
 from granikv.core import Move, Request
+from granikv.errors import ArenaExhausted
+
+# (row, first position, slots), or one row and position per slot
+SlotWrite = tuple[int | np.ndarray, int | np.ndarray, np.ndarray]
+
+# Part of the arena that decode steps evict at once: looking for what may go walks the tree, which
+# each step of a full arena would do; so one in several does, for under 1% of what is cached.
+EVICT_AHEAD = 128
 
 
 class Admission(enum.Enum):
@@ -33,7 +41,7 @@ class CacheManager:
         self.arena = TokenArena(config.capacity_tokens)
         self.tree = PrefixTree()
         self.allow_hot = config.prefix_layout == "asymmetric"
-        self.slot_writes: list[tuple[int, int, np.ndarray]] = []  # (row, position, slots)
+        self.slot_writes: list[SlotWrite] = []
         self.launched_step = -1
         self.completed_step = -1
         self._retiring: list[tuple[int, np.ndarray]] = []  # (step that may still use them, slots)
@@ -206,6 +214,29 @@ class CacheManager:
             parts.append(taken)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
+    def allocate_decodes(self, requests: list[Request], positions: np.ndarray) -> np.ndarray:
+        """int32 [num_requests]: one slot each, for its next position, int32 [num_requests].
+
+        Raises ArenaExhausted, taking nothing, if eviction cannot make room for all of them.
+        """
+        # a prompt whose last chunk is one token ends inside its own leaf: rare, one by one
+        inside = [r for r in requests if r.num_computed < r.leaf_end]
+        need = len(requests) - len(inside)
+        need += sum(self._count_new(r, r.num_computed, 1) for r in inside)
+        missing = need - self.arena.num_free
+        if missing > 0:
+            self.evict(max(missing, self.arena.capacity // EVICT_AHEAD))
+        if need > self.arena.num_free:
+            raise ArenaExhausted(f"decode slots: expected {need} free, got {self.arena.num_free}")
+        if inside:
+            return np.concatenate([self.allocate(r, r.num_computed, 1) for r in requests])
+        slots = self.arena.allocate_slots(need)
+        for request, slot in zip(requests, slots.tolist(), strict=True):
+            request.tail_slots.append(slot)
+        rows = np.fromiter((r.row for r in requests), np.int32, need)
+        self.slot_writes.append((rows, positions, slots))
+        return slots
+
     def _count_new(self, request: Request, start: int, count: int) -> int:
         if start >= request.leaf_end:
             return count
@@ -332,7 +363,8 @@ class CacheManager:
             node.allocated, node.published = keep, min(node.published, keep)
             if not keep:
                 node.extent = node.slots = None
-            self.tree.version += 1
+            if node.users:  # else it is on no live request's path
+                self.tree.version += 1
         return freed
 
     def evict(self, count: int) -> int:
@@ -401,7 +433,7 @@ class CacheManager:
             if node.extent in starts and node.is_complete:
                 self._trim(node, len(node), self.launched_step)
 
-    def take_slot_writes(self) -> list[tuple[int, int, np.ndarray]]:
+    def take_slot_writes(self) -> list[SlotWrite]:
         writes, self.slot_writes = self.slot_writes, []
         return writes
 
