@@ -19,6 +19,9 @@ from granikv.config import EngineConfig
 from granikv.core import Move, Request
 from granikv.errors import ArenaExhausted
 
+# (row, first position, slots), or one row and position per slot
+SlotWrite = tuple[int | np.ndarray, int | np.ndarray, np.ndarray]
+
 
 class Admission(enum.Enum):
     ADMITTED = "admitted"
@@ -39,7 +42,7 @@ class CacheManager:
         self.storage = NodeStorage(config.capacity_tokens, config.page_tokens)
         self.arena, self.tree = self.storage.arena, self.storage.tree
         self.policy = HotPolicy(config, self.storage)
-        self.slot_writes: list[tuple[int, int, np.ndarray]] = []  # (row, position, slots)
+        self.slot_writes: list[SlotWrite] = []
         self._now = 0.0  # the latest time a caller passed
         self._paths: dict[Request, tuple[int, list[Node]]] = {}
 
@@ -184,6 +187,32 @@ class CacheManager:
             parts.append(slots)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
+    def allocate_decodes(self, requests: list[Request], positions: np.ndarray) -> np.ndarray:
+        """int32 [num_requests]: one slot each, for its next position, int32 [num_requests].
+
+        Raises ArenaExhausted if eviction cannot make room for all of them; what some of them
+        already took inside their nodes is kept for the next call.
+        """
+        ends = np.fromiter((r.leaf_end for r in requests), np.int32, len(requests))
+        if (positions < ends).any():  # a last prefill piece of one token: rare, one by one
+            parts = [
+                self.allocate(r, p, 1) for r, p in zip(requests, positions.tolist(), strict=True)
+            ]
+            return np.concatenate(parts)
+        offsets = (positions - ends).tolist()
+        pairs = list(zip(requests, offsets, strict=True))
+        lacking = [r for r, offset in pairs if offset >= len(r.tail_slots)]
+        need = len(lacking) * self.page_tokens
+        if not self.storage.make_room(need):
+            raise ArenaExhausted(f"decode slots: expected {need} free or evictable, got fewer")
+        pages = self.arena.allocate_slots(need).reshape(-1, self.page_tokens).tolist()
+        for request, page in zip(lacking, pages, strict=True):
+            request.tail_slots.extend(page)
+        slots = np.array([r.tail_slots[offset] for r, offset in pairs], np.int32)
+        rows = np.fromiter((r.row for r in requests), np.int32, len(requests))
+        self.slot_writes.append((rows, positions, slots))
+        return slots
+
     def _slots_in_tree(self, request: Request, start: int, end: int) -> list[np.ndarray]:
         """Slots of the positions [start, end) that lie in nodes, by node."""
         assert request.row is not None
@@ -288,8 +317,8 @@ class CacheManager:
         """A failed step may not have written these extents: forget them, split since or not."""
         self.storage.forget_extents([(m.dst_start, m.dst_start + m.length) for m in moves])
 
-    def take_slot_writes(self) -> list[tuple[int, int, np.ndarray]]:
-        """(row, position, slots) to record in request_slots with the next step."""
+    def take_slot_writes(self) -> list[SlotWrite]:
+        """What the next step records in request_slots."""
         writes, self.slot_writes = self.slot_writes, []
         return writes
 

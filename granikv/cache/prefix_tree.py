@@ -9,7 +9,8 @@ It knows neither the arena's free list nor the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import takewhile
 
 import numpy as np
 
@@ -151,6 +152,22 @@ class PrefixTree:
             node = node.parent
         nodes.reverse()
         return nodes
+
+    def hot_paths(self, leaves: Iterable[Node]) -> tuple[list[list[Node]], list[int]]:
+        """(distinct paths of HOT nodes, index of each leaf's): leaves share one walk upwards."""
+        paths: list[list[Node]] = []
+        known: dict[Node, int] = {}  # by the last HOT node, or the root
+        indices = []
+        for leaf in leaves:
+            node = leaf
+            while node.extent is None and node.parent is not None:
+                node = node.parent
+            index = known.get(node)
+            if index is None:
+                index = known[node] = len(paths)
+                paths.append(list(takewhile(lambda n: n.is_hot, self.path(node))))
+            indices.append(index)
+        return paths, indices
 
     def prune(self, node: Node) -> None:
         """Drop `node` and its ancestors as far as nobody stores or wants them.

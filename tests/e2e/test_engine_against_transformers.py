@@ -91,8 +91,8 @@ def check_clean(engine):
     cache, scheduler = engine.cache, engine.scheduler
     cache.check_conservation([])
     assert not scheduler.running and not scheduler.waiting and not engine.requests
-    assert not cache._paths and not engine._detokenizers and not engine._cum_logprobs
-    assert not engine._paths and len(scheduler._free_rows) == engine.config.max_requests
+    assert not cache._paths and not engine._detokenizers
+    assert len(scheduler._free_rows) == engine.config.max_requests
     for node in cache.tree.nodes():
         assert node.locks == node.users == 0 and node.writer is None
     assert cache.usage([])["retiring"] == 0
