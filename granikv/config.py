@@ -45,6 +45,9 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
 
 
+UNIFORM_PAGE_TOKENS = 16  # the usual page of paged engines
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Sizes and policies of one engine. Lengths are in tokens."""
@@ -60,7 +63,7 @@ class EngineConfig:
     recency_window_s: float = 30.0  # a prefix used this recently counts as shared by a newcomer
     max_move_tokens: int = 8192  # promotion copies per step
     enable_prefix_caching: bool = True
-    prefix_layout: str = "asymmetric"  # or "uniform": 16-token pages, the baseline
+    prefix_layout: str = "asymmetric"  # or "uniform": UNIFORM_PAGE_TOKENS pages, the baseline
     async_depth: int = 1
     num_threads: int = 0  # 0: torch's default
     profile: str | None = None  # hardware profile, JSON; None: measured at first start, cached
@@ -81,3 +84,14 @@ class EngineConfig:
             raise InvalidArgument("async_depth", self.async_depth, "0 or 1")
         if self.prefix_layout not in ("asymmetric", "uniform"):
             raise InvalidArgument("prefix_layout", self.prefix_layout, "'asymmetric' or 'uniform'")
+        if self.capacity_tokens <= self.page_tokens:
+            raise InvalidArgument(
+                "capacity_tokens",
+                self.capacity_tokens,
+                f"at least {self.page_tokens + 1}: one page and the padding slot",
+            )
+
+    @property
+    def page_tokens(self) -> int:
+        """COLD slots taken at a time, and what prefix matches are rounded down to."""
+        return UNIFORM_PAGE_TOKENS if self.prefix_layout == "uniform" else 1

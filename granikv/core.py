@@ -45,7 +45,10 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(eq=False)
 class Request:
-    """One sequence. Only the scheduler, the cache manager and the engine change it."""
+    """One sequence. Only the scheduler, the cache manager and the engine change it.
+
+    The dispatcher notes how the last step read it: num_hot_tokens, attention_path.
+    """
 
     request_id: str
     prompt_token_ids: np.ndarray  # int32 [prompt_len]
@@ -67,6 +70,8 @@ class Request:
     tail_slots: list[int] = field(default_factory=list)  # COLD slots from position leaf_end on
     num_cached_tokens: int = 0  # reused at first admission
     num_hot_tokens: int = 0  # of the context, in extents at the last step
+    attention_path: str = "cold"  # or how the last step read most of its HOT tokens
+    cum_logprob: float = 0.0  # over all output tokens, when logprobs are asked for
     num_recomputed_tokens: int = 0  # computed again after a preemption; never counted as hits
     num_preemptions: int = 0
     num_overtaken: int = 0  # admissions that passed this request while it did not fit
@@ -94,31 +99,53 @@ class Request:
         )
 
 
+@dataclass(frozen=True)
+class NewRow:
+    """A request that takes a row of the request table with this step."""
+
+    row: RequestRow
+    request_id: str
+    params: SamplingParams
+    prompt_token_ids: np.ndarray  # int32 [prompt_len]
+    output_token_ids: tuple[int, ...]  # made before a preemption
+
+
 @dataclass
-class ScheduledRequest:
-    """num_tokens rows of one request, from position `start`."""
+class ScheduledExtend:
+    """num_tokens extend rows of one request, from position `start`."""
 
     request: Request
     start: int
-    num_tokens: int
+    slots: np.ndarray  # int32 [num_tokens]: where the rows are appended
     samples: bool  # the last row's logits give the next token
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.slots)
 
 
 @dataclass
 class Batch:
-    """Who runs this step. Decode rows (one token, prompt computed) come before extend rows."""
+    """Who runs this step. Decode rows (one token, prompt computed) come before extend rows.
 
-    decodes: list[ScheduledRequest]
-    extends: list[ScheduledRequest]
+    Decode rows are parallel lists, since there are hundreds of them; each one samples.
+    """
+
+    decodes: list[Request]
+    decode_positions: np.ndarray  # int32 [num_decodes]
+    decode_slots: np.ndarray  # int32 [num_decodes]
+    running_version: int  # equal in two batches: nobody was admitted or removed in between
+    extends: list[ScheduledExtend] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    new_rows: list[NewRow] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
         return len(self.decodes) + sum(s.num_tokens for s in self.extends)
 
     @property
-    def scheduled(self) -> list[ScheduledRequest]:
-        return [*self.decodes, *self.extends]
+    def requests(self) -> list[Request]:
+        return [*self.decodes, *(s.request for s in self.extends)]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -263,7 +290,7 @@ class Move:
         return len(self.src_slots)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Choice:
     """One decision of the dispatcher, kept for the log, the metrics and the tests."""
 
@@ -275,20 +302,12 @@ class Choice:
     predicted_us: float
 
 
-@dataclass(frozen=True)
-class NewRow:
-    """A request that takes a row of the request table with this step."""
-
-    row: RequestRow
-    request_id: str
-    params: SamplingParams
-    prompt_token_ids: np.ndarray  # int32 [prompt_len]
-    output_token_ids: tuple[int, ...]  # made before a preemption
-
-
 @dataclass
 class StepPlan:
-    """Everything a step decides. Arrays are views cut to this step's counts."""
+    """Everything a step decides. Arrays have this step's counts.
+
+    Plans with the same grouping of decode rows share arrays: read them, never write to them.
+    """
 
     step_id: int
     counts: np.ndarray
@@ -329,7 +348,7 @@ class StepOutput:
     elapsed_s: float = 0.0
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestOutput:
     """What one step adds to one request: text and ids are what is new since the last output."""
 

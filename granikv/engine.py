@@ -82,8 +82,6 @@ class Engine:
         self.dispatcher = Dispatcher(cost, self.cache)
         self.requests: dict[str, Request] = {}
         self._detokenizers: dict[str, Detokenizer] = {}
-        self._cum_logprobs: dict[str, float] = {}
-        self._paths: dict[str, str] = {}
         self._outputs: list[RequestOutput] = []
         self._launched: _Launched | None = None
         self._next_step = 0
@@ -143,7 +141,6 @@ class Engine:
             self._detokenizers[request_id] = Detokenizer(
                 self.tokenizer, params.stop, params.include_stop_str_in_output
             )
-        self._cum_logprobs[request_id] = 0.0
         self.scheduler.add(request, self.clock())
         self.counters["requests"] += 1
         self.counters["prompt_tokens"] += request.prompt_len
@@ -176,7 +173,7 @@ class Engine:
             raise InvalidArgument("bad_words_ids", (), "non-empty token sequences")
 
     def _check_lengths(self, tokens: np.ndarray, params: SamplingParams) -> None:
-        limit = min(self.max_seq_len, self.config.capacity_tokens - 2)
+        limit = min(self.max_seq_len, self.cache.max_request_tokens)
         if len(tokens) >= limit:
             raise InvalidArgument(
                 "prompt", f"{len(tokens)} tokens", f"fewer than {limit} tokens (the context)"
@@ -217,7 +214,7 @@ class Engine:
             self._commit(previous)
             self._launched = current
         if self.config.debug_checks:
-            self.cache.check_conservation(self.scheduler.running)
+            self.cache.check_conservation(list(self.scheduler.running))
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -225,13 +222,7 @@ class Engine:
         batch = self.scheduler.schedule(self.clock(), in_flight=in_flight)
         if not batch.num_rows:
             return None
-        plan = self.dispatcher.plan(
-            self._next_step,
-            batch,
-            self.scheduler.slots,
-            self.cache.plan_moves(),
-            self.scheduler.new_rows,
-        )
+        plan = self.dispatcher.plan(self._next_step, batch, self.cache.plan_moves())
         self._next_step += 1
         self.cache.step_launched(plan.step_id)
         self._count(plan)
@@ -246,11 +237,6 @@ class Engine:
         self.counters[f"steps_{plan.regime}"] += 1
         for choice in plan.choices:
             self.counters[f"groups_{choice.variant}"] += 1
-        label = max(plan.choices, key=lambda c: c.kv_len * c.num_rows).variant if (
-            plan.choices
-        ) else "cold"  # fmt: skip
-        for request in plan.sample_requests:
-            self._paths[request.request_id] = label if request.num_hot_tokens else "cold"
 
     def _commit(self, launched: _Launched | None) -> None:
         if launched is None:
@@ -262,18 +248,25 @@ class Engine:
             return
         self.counters["step_us"] += output.elapsed_s * 1e6
         self.cache.step_completed(launched.plan.step_id)
-        for scheduled in launched.batch.scheduled:
-            if scheduled.request.status is Status.RUNNING:
-                self.cache.publish(scheduled.request, scheduled.start + scheduled.num_tokens)
-        now = self.clock()
-        for i, request in enumerate(launched.plan.sample_requests):
+        batch = launched.batch
+        for request, position in zip(batch.decodes, batch.decode_positions.tolist(), strict=True):
             if request.status is Status.RUNNING:
-                self._append_token(request, output, i, now)
+                self.cache.publish(request, position + 1)
+        for extend in batch.extends:
+            if extend.request.status is Status.RUNNING:
+                self.cache.publish(extend.request, extend.start + extend.num_tokens)
+        now, num_outputs = self.clock(), len(self._outputs)
+        for i, (request, token) in enumerate(
+            zip(launched.plan.sample_requests, output.token_ids.tolist(), strict=True)
+        ):
+            if request.status is Status.RUNNING:
+                self._append_token(request, token, output, i, now)
+        self.counters["generated_tokens"] += len(self._outputs) - num_outputs
 
     def _fail(self, launched: _Launched, error: Exception) -> None:
         self.counters["failed_steps"] += 1
         self.cache.step_completed(launched.plan.step_id)
-        hit = {scheduled.request for scheduled in launched.batch.scheduled}
+        hit = set(launched.batch.requests)
         if launched.plan.moves:
             hit.update(self.scheduler.running)
         for request in hit:
@@ -282,10 +275,10 @@ class Engine:
                 self._finish(request, FinishReason.ERROR)
         self.cache.drop_moves(launched.plan.moves)
 
-    def _append_token(self, request: Request, output: StepOutput, i: int, now: float) -> None:
-        token = int(output.token_ids[i])
+    def _append_token(
+        self, request: Request, token: int, output: StepOutput, i: int, now: float
+    ) -> None:
         request.output_token_ids.append(token)
-        self.counters["generated_tokens"] += 1
         if request.first_token_time is None:
             request.first_token_time = now
             self.counters["cached_tokens"] += request.num_cached_tokens
@@ -294,11 +287,11 @@ class Engine:
         made, params = len(request.output_token_ids), request.params
         is_end = token in self.eos_token_ids and not params.ignore_eos
         is_end = (is_end or token in params.stop_token_ids) and made >= params.min_tokens
-        out = self._new_output(request)
-        out.token_ids = [token]
+        out = self._new_output(request, [token])
         if output.logprobs is not None and params.logprobs is not None:
             out.logprobs = [float(output.logprobs[i])]
-            self._cum_logprobs[request.request_id] += out.logprobs[0]
+            request.cum_logprob += out.logprobs[0]
+            out.cum_logprob = request.cum_logprob
             if output.top_ids is not None and output.top_logprobs is not None:
                 k = params.logprobs
                 ids, values = output.top_ids[i][:k].tolist(), output.top_logprobs[i][:k].tolist()
@@ -313,17 +306,18 @@ class Engine:
             self._finish(request, FinishReason.STOP, out)
         elif made >= params.max_tokens:
             self._finish(request, FinishReason.LENGTH, out)
-        out.cum_logprob = self._cum_logprobs.get(request.request_id, out.cum_logprob)
 
-    def _new_output(self, request: Request) -> RequestOutput:
+    @staticmethod
+    def _new_output(request: Request, token_ids: list[int]) -> RequestOutput:
         return RequestOutput(
             request_id=request.request_id,
-            cum_logprob=self._cum_logprobs.get(request.request_id, 0.0),
+            token_ids=token_ids,
+            cum_logprob=request.cum_logprob,
             num_prompt_tokens=request.prompt_len,
             num_output_tokens=len(request.output_token_ids),
             num_cached_tokens=request.num_cached_tokens,
             num_hot_tokens=request.num_hot_tokens,
-            attention_path=self._paths.get(request.request_id, "cold"),
+            attention_path=request.attention_path,
             arrival_time=request.arrival_time,
             first_scheduled_time=request.first_scheduled_time,
             first_token_time=request.first_token_time,
@@ -334,9 +328,8 @@ class Engine:
         self, request: Request, reason: FinishReason, out: RequestOutput | None = None
     ) -> None:
         if out is None:
-            out = self._new_output(request)
+            out = self._new_output(request, [])
             self._outputs.append(out)
-        out.cum_logprob = self._cum_logprobs.pop(request.request_id, out.cum_logprob)
         detokenizer = self._detokenizers.pop(request.request_id, None)
         if detokenizer is not None:
             out.text += detokenizer.flush()
@@ -346,13 +339,12 @@ class Engine:
         self.scheduler.remove(request)
         request.status = Status.FINISHED
         del self.requests[request.request_id]
-        self._paths.pop(request.request_id, None)
 
     # --- state --------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float]:
         """Counters since the start and gauges of now; lengths in tokens."""
-        running = self.scheduler.running
+        running = list(self.scheduler.running)
         usage = self.cache.usage(running)
         free = usage["free"]
         return {

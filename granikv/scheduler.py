@@ -11,9 +11,10 @@ import numpy as np
 
 from granikv.cache.manager import Admission, CacheManager
 from granikv.config import EngineConfig
-from granikv.core import Batch, NewRow, Request, RequestRow, ScheduledRequest, Status
+from granikv.core import Batch, NewRow, Request, RequestRow, ScheduledExtend, Status
 from granikv.errors import ArenaExhausted
 
+MAX_REFUSED = 8  # requests without room that one step tries: each try may walk the tree to evict
 MAX_OVERTAKEN = 32  # admissions that may pass a request that does not fit: bounds its wait
 
 
@@ -25,62 +26,70 @@ class Scheduler:
     def __init__(self, config: EngineConfig, cache: CacheManager):
         self.config = config
         self.cache = cache
-        self.waiting: list[Request] = []  # by (priority descending, arrival)
-        self.running: list[Request] = []  # by admission
-        self.slots: dict[Request, np.ndarray] = {}  # slots of this step's rows
-        self.new_rows: list[NewRow] = []  # requests admitted in this step
+        self.waiting: list[Request] = []  # by _order
+        self.running: dict[Request, None] = {}  # a set, by admission
+        self.running_version = 0  # changes with `running`
         self._free_rows = list(range(config.max_requests - 1, -1, -1))
         self.num_preemptions = 0
 
+    @staticmethod
+    def _order(request: Request) -> tuple[int, float]:
+        return -request.priority, request.arrival_time
+
     def add(self, request: Request, now: float) -> None:
         self.cache.register(request, now)
-        bisect.insort(self.waiting, request, key=lambda r: (-r.priority, r.arrival_time))
+        bisect.insort(self.waiting, request, key=self._order)
 
     def schedule(self, now: float, *, in_flight: bool) -> Batch:
-        """Rows of the next step. Raises DrainNeeded if room needs a preemption while in flight."""
-        self.slots, self.new_rows = {}, []
-        batch = Batch([], [])
-        budget = self._schedule_decodes(batch, in_flight)
-        budget = self._schedule_prefills(batch, budget)
+        """Rows of the next step. Raises DrainNeeded if room needs a preemption while in flight.
+
+        Then nothing has changed.
+        """
+        batch, prefills = self._schedule_decodes(in_flight)
+        budget = self.config.max_num_batched_tokens - len(batch.decodes)
+        for request in prefills:
+            if budget:
+                budget -= self._chunk(request, batch, budget)
         self._admit(batch, budget, now)
-        for scheduled in batch.scheduled:
-            scheduled.request.num_computed += scheduled.num_tokens
-            scheduled.request.num_scheduled_output += scheduled.samples
+        for request in batch.decodes:
+            request.num_computed += 1
+            request.num_scheduled_output += 1
+        for extend in batch.extends:
+            extend.request.num_computed += extend.num_tokens
+            extend.request.num_scheduled_output += extend.samples
+        batch.running_version = self.running_version
         return batch
 
-    @staticmethod
-    def _remaining(request: Request) -> int:
-        return request.prompt_len + request.num_scheduled_output - request.num_computed
-
-    def _schedule_decodes(self, batch: Batch, in_flight: bool) -> int:
-        budget = self.config.max_num_batched_tokens
-        for request in list(self.running):
-            done = request.num_scheduled_output >= request.params.max_tokens
-            if done or self._remaining(request) != 1 or budget == 0:
-                continue
-            if request.status is not Status.RUNNING:
-                continue  # preempted for an earlier row of this step
-            if not self._make_room(request, batch, in_flight):
-                continue
-            batch.decodes.append(ScheduledRequest(request, request.num_computed, 1, True))
-            budget -= 1
-        return budget
-
-    def _make_room(self, request: Request, batch: Batch, in_flight: bool) -> bool:
-        """Slots for one decode row, by preempting the youngest if need be."""
+    def _schedule_decodes(self, in_flight: bool) -> tuple[Batch, list[Request]]:
+        """The decode rows, with their slots; and the requests in mid-prefill."""
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        for request in self.running:
+            made = request.num_scheduled_output
+            remaining = len(request.prompt_token_ids) + made - request.num_computed
+            if remaining > 1:
+                prefills.append(request)
+            elif remaining == 1 and made < request.params.max_tokens:
+                decodes.append(request)
+        del decodes[self.config.max_num_batched_tokens :]
+        preempted: list[Request] = []
         while True:
+            positions = np.fromiter((r.num_computed for r in decodes), np.int32, len(decodes))
             try:
-                self.slots[request] = self.cache.allocate(request, request.num_computed, 1)
-                return True
+                slots = self.cache.allocate_decodes(decodes, positions)
+                break
             except ArenaExhausted:
                 if in_flight:
                     raise DrainNeeded from None
-                victim = next(r for r in reversed(self.running) if r not in self.slots)
-                self._preempt(victim, batch)
-                if victim is request:
-                    return False
+            youngest = next(reversed(self.running))
+            self._preempt(youngest)
+            preempted.append(youngest)
+            for requests in (decodes, prefills):
+                if requests and requests[-1] is youngest:
+                    requests.pop()
+        return Batch(decodes, positions, slots, 0, preempted=preempted), prefills
 
-    def _preempt(self, request: Request, batch: Batch) -> None:
+    def _preempt(self, request: Request) -> None:
         request.num_recomputed_tokens += request.num_computed
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -88,33 +97,26 @@ class Scheduler:
         request.status = Status.WAITING
         request.num_computed = request.num_published = 0
         request.num_scheduled_output = len(request.output_token_ids)
-        batch.preempted.append(request)
         self.add(request, request.arrival_time)
 
     def _chunk(self, request: Request, batch: Batch, budget: int) -> int:
         """Schedule the next prefill chunk; returns its rows."""
-        remaining = self._remaining(request)
+        start = request.num_computed
+        remaining = request.prompt_len + request.num_scheduled_output - start
         count = min(remaining, budget)
         while count:
             try:
-                self.slots[request] = self.cache.allocate(request, request.num_computed, count)
-                break
+                slots = self.cache.allocate(request, start, count)
             except ArenaExhausted:
                 count //= 2
-        if count:
-            batch.extends.append(
-                ScheduledRequest(request, request.num_computed, count, count == remaining)
-            )
+                continue
+            batch.extends.append(ScheduledExtend(request, start, slots, count == remaining))
+            break
         return count
-
-    def _schedule_prefills(self, batch: Batch, budget: int) -> int:
-        for request in self.running:
-            if budget and self._remaining(request) > 1 and request not in self.slots:
-                budget -= self._chunk(request, batch, budget)
-        return budget
 
     def _admit(self, batch: Batch, budget: int, now: float) -> None:
         blocked: Request | None = None
+        num_refused = 0
         for request in list(self.waiting):
             if not budget or not self._free_rows:
                 return
@@ -124,16 +126,18 @@ class Scheduler:
             verdict = self.cache.try_admit(request, now)
             if verdict is not Admission.ADMITTED:
                 request.row = None
-                if verdict is Admission.NO_SPACE and blocked is None:
-                    blocked = request
-                    if request.num_overtaken >= MAX_OVERTAKEN:
+                if verdict is Admission.NO_SPACE:
+                    num_refused += 1
+                    blocked = blocked or request
+                    if blocked.num_overtaken >= MAX_OVERTAKEN or num_refused == MAX_REFUSED:
                         return
                 continue
             self._free_rows.pop()
-            self.waiting.remove(request)
-            self.running.append(request)
+            self._leave_waiting(request)
+            self.running[request] = None
+            self.running_version += 1
             request.status = Status.RUNNING
-            self.new_rows.append(
+            batch.new_rows.append(
                 NewRow(
                     request.row,
                     request.request_id,
@@ -155,8 +159,15 @@ class Scheduler:
         """Take a finished, cancelled or preempted request out; its written KV stays cached."""
         self.cache.release(request)
         if request.row is not None:
-            self.running.remove(request)
+            del self.running[request]
+            self.running_version += 1
             self._free_rows.append(request.row)
             request.row = None
         else:
-            self.waiting.remove(request)
+            self._leave_waiting(request)
+
+    def _leave_waiting(self, request: Request) -> None:
+        i = bisect.bisect_left(self.waiting, self._order(request), key=self._order)
+        while self.waiting[i] is not request:  # others of the same priority and arrival
+            i += 1
+        del self.waiting[i]

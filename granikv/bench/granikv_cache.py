@@ -1,7 +1,7 @@
 """GraniKV's cache manager behind the replay's interface.
 
-A request's prompt is written in one step and its output's slots are taken at admission, as the
-baseline does, so both hold the same tokens. The clock counts operations.
+A request's prompt is written in one step, its output's slots are taken at admission and dropped
+at its end, as the baseline does, so both hold the same tokens. The clock counts operations.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from granikv.core import Request, RequestRow
 
 
 class ManagedCache:
-    def __init__(self, config: ReplayConfig):
+    """prefix_layout: as EngineConfig's; "uniform" is our own paged cache."""
+
+    def __init__(self, config: ReplayConfig, prefix_layout: str = "asymmetric"):
         self.manager = CacheManager(
             EngineConfig(
                 capacity_tokens=config.capacity_tokens,
                 max_requests=config.max_running,
                 min_extent_tokens=config.min_extent_tokens,
+                prefix_layout=prefix_layout,
             )
         )
         self._requests: dict[int, Request] = {}
@@ -36,14 +39,8 @@ class ManagedCache:
             self._outputs[key], request.output_token_ids = request.output_token_ids, []
             self._requests[key] = request
             manager.register(request, now)
-        needed = self._missing(request) + output_length + 1
-        if manager.arena.num_free < needed:
-            manager.evict(needed - manager.arena.num_free)
-            # with nothing else left, eviction takes from the request's own prefix
-            if manager.arena.num_free < self._missing(request) + output_length + 1:
-                return None
         request.row = RequestRow(0)
-        if manager.try_admit(request, now) is not Admission.ADMITTED:
+        if manager.try_admit(request, now, reserve=output_length) is not Admission.ADMITTED:
             request.row = None
             return None
         cached = request.num_computed
@@ -56,12 +53,10 @@ class ManagedCache:
 
     def finish(self, key: int) -> None:
         request = self._requests.pop(key)
+        request.last_token_time = float(self._clock)
         self.manager.publish(request, request.num_tokens)
-        self.manager.release(request)
+        self.manager.release(request, keep=False)
         self._step()
-
-    def _missing(self, request: Request) -> int:
-        return request.prompt_len - sum(node.published for node in self.manager.path(request))
 
     def _step(self) -> None:
         """A step of nothing but this operation: moves are done, retired slots come free."""

@@ -5,6 +5,7 @@
 
 HOT extents come from the low end by best fit, COLD slots from the high end; the boundary moves
 with the load. The last slot takes the writes of padded rows and is never handed out.
+With pages, COLD slots are taken and returned in whole pages, each aligned to its size.
 It knows slots only: not tensors, not tokens.
 """
 
@@ -18,13 +19,18 @@ from granikv.errors import ArenaExhausted
 
 
 class TokenArena:
-    """Allocator over `capacity` token slots; free space is a sorted list of intervals."""
+    """Allocator over `capacity` token slots; free space is a sorted list of intervals.
 
-    def __init__(self, capacity: int):
+    page_tokens: every count asked for is a multiple of it; slots behind the last whole page are
+    never handed out.
+    """
+
+    def __init__(self, capacity: int, page_tokens: int = 1):
         self.capacity = capacity
+        self.num_usable = (capacity - 1) // page_tokens * page_tokens
         self._starts = [0]
-        self._ends = [capacity - 1]
-        self.num_free = capacity - 1
+        self._ends = [self.num_usable]
+        self.num_free = self.num_usable
 
     @property
     def padding_slot(self) -> int:
@@ -75,7 +81,7 @@ class TokenArena:
         i = bisect_right(self._starts, start)
         overlaps_left = i > 0 and self._ends[i - 1] > start
         overlaps_right = i < len(self._starts) and self._starts[i] < end
-        if overlaps_left or overlaps_right or start < 0 or end > self.capacity - 1:
+        if overlaps_left or overlaps_right or start < 0 or end > self.num_usable:
             raise ValueError(f"slots [{start}, {end}): expected in use, got free or out of range")
         joins_left = i > 0 and self._ends[i - 1] == start
         joins_right = i < len(self._starts) and self._starts[i] == end

@@ -91,8 +91,8 @@ def check_clean(engine):
     cache, scheduler = engine.cache, engine.scheduler
     cache.check_conservation([])
     assert not scheduler.running and not scheduler.waiting and not engine.requests
-    assert not cache._paths and not engine._detokenizers and not engine._cum_logprobs
-    assert not engine._paths and len(scheduler._free_rows) == engine.config.max_requests
+    assert not cache._paths and not engine._detokenizers
+    assert len(scheduler._free_rows) == engine.config.max_requests
     for node in cache.tree.nodes():
         assert node.locks == node.users == 0 and node.writer is None
     assert cache.usage([])["retiring"] == 0
@@ -164,9 +164,11 @@ def test_shared_at_three_levels(models, arch, async_depth, chunk):
 
 @pytest.mark.parametrize("layout", ["asymmetric", "uniform"])
 @pytest.mark.parametrize("caching", [True, False])
-def test_layouts_and_caching_agree(models, layout, caching):
+@pytest.mark.parametrize("capacity,async_depth", [(4096, 1), (200, 0), (200, 1)])
+def test_layouts_and_caching_agree(models, layout, caching, capacity, async_depth):
     prompts = three_levels()
-    engine = make_engine(models, prefix_layout=layout, enable_prefix_caching=caching)
+    sizes = {"capacity_tokens": capacity, "async_depth": async_depth}  # 200: evictions
+    engine = make_engine(models, prefix_layout=layout, enable_prefix_caching=caching, **sizes)
     made, _ = run(engine, prompts)
     for prompt, got in zip(prompts, made, strict=True):
         assert_matched(models, ARCHS[0], prompt, got)
@@ -175,13 +177,14 @@ def test_layouts_and_caching_agree(models, layout, caching):
     engine.close()
 
 
-def test_c02_whole_prompt_cached_recomputes_the_last_token(models):
+@pytest.mark.parametrize("layout,reused", [("asymmetric", 63), ("uniform", 48)])
+def test_c02_whole_prompt_cached_recomputes_the_last_token(models, layout, reused):
     prompt = tokens(20, 64)
-    engine = make_engine(models)
+    engine = make_engine(models, prefix_layout=layout)
     made = [run(engine, [prompt], max_tokens=3)[0][0] for _ in range(3)]
     assert made[0] == made[1] == made[2]
     assert_matched(models, ARCHS[0], prompt, made[0], 3)
-    assert engine.counters["cached_tokens"] == 2 * 63
+    assert engine.counters["cached_tokens"] == 2 * reused
     engine.close()
 
 

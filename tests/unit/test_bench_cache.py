@@ -126,6 +126,17 @@ def test_cache_bench_finds_at_least_what_pages_find():
     assert case.ratio >= 1.0
 
 
+def test_our_uniform_layout_finds_what_pages_find():
+    from granikv.bench.granikv_cache import ManagedCache
+
+    trace = load_trace(FIXTURE)
+    for capacity in (12001, 20001, 40001):
+        config = ReplayConfig(capacity_tokens=capacity, max_running=4)
+        pages = replay(trace, LruPages(capacity - 1), config)
+        ours = replay(trace, ManagedCache(config, "uniform"), config)
+        assert (ours.hit_tokens, ours.rejected) == (pages.hit_tokens, pages.rejected), capacity
+
+
 def test_shared_prefix_prompts_share_within_a_group_only():
     a, b, c = shared_prefix_prompts([2, 1], prefix_len=32, suffix_len=8, vocab_size=49152)
     assert a[:32] == b[:32] != c[:32]
