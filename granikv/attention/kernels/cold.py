@@ -3,7 +3,8 @@
     item = (row, span): RUN    slots start .. start + len          (a prefix read flat)
                         SLOTS  request_slots[request, start + i]   (the suffix)
 
-A program owns one (item, KV head); the GQA rows are padded to 16 for the tensor cores.
+A program owns one (item, KV head). The GQA rows are padded to 16 for the tensor
+cores (the other way round, 8 columns, V would not be copied asynchronously).
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ import triton.language as tl
 from granikv.attention.kernels.common import (
     INTERPRET,
     KIND_RUN,
-    attend,
-    attend_masked,
+    attend_clamped,
     load_rows,
     load_some_rows,
     start_dependents,
@@ -65,7 +65,6 @@ def cold_tile(
     position = tl.load(item_ptr + _POSITION)
     num_keys = tl.load(row_position_ptr + row) + 1 - position
     num_keys = tl.minimum(tl.maximum(num_keys, 0), tl.load(item_ptr + _LEN))
-    whole = num_keys // BLOCK_N * BLOCK_N
 
     g = tl.arange(0, 16)
     keep = g < G
@@ -78,43 +77,29 @@ def cold_tile(
     total = tl.zeros([16], tl.float32)
     n = tl.arange(0, BLOCK_N)
     k_head, v_head = k_ptr + head * D, v_ptr + head * D
-    # a loop of scattered slots runs over the keys that no RUN loop takes: none, or all
+    # Beyond the end the last key is read again and its score masked: no block needs masked loads.
+    # One of the two loops runs over all keys, the other over none.
     scattered = num_keys
     if RUN_STAGES > 0:  # noqa: SIM102 - decided when compiled; the kind is decided when run
         if kind == KIND_RUN:
             scattered = 0
             first = span_start.to(tl.int64) * (HKV * D)
-            offsets = n * (HKV * D)
-            k_block, v_block = k_head + first, v_head + first
-            for _ in tl.range(0, whole, BLOCK_N, num_stages=RUN_STAGES):
-                k = load_rows(k_block, offsets, d, D, BLOCK_D)
-                v = load_rows(v_block, offsets, d, D, BLOCK_D)
-                acc, m, total = attend(q, k, v, acc, m, total, scale_log2, INTERPRET)
-                k_block += BLOCK_N * HKV * D
-                v_block += BLOCK_N * HKV * D
-            if whole < num_keys:
-                exists = whole + n < num_keys
-                k = load_some_rows(k_block, offsets, exists, d, D)
-                v = load_some_rows(v_block, offsets, exists, d, D)
-                acc, m, total = attend_masked(
-                    q, k, v, exists[None, :], acc, m, total, scale_log2, INTERPRET
+            for n0 in tl.range(0, num_keys, BLOCK_N, num_stages=RUN_STAGES):
+                offsets = tl.minimum(n0 + n, num_keys - 1) * (HKV * D)
+                k = load_rows(k_head + first, offsets, d, D, BLOCK_D)
+                v = load_rows(v_head + first, offsets, d, D, BLOCK_D)
+                acc, m, total = attend_clamped(
+                    q, k, v, n0 + n < num_keys, acc, m, total, scale_log2, INTERPRET
                 )
     request = tl.load(row_request_ptr + row).to(tl.int64)
-    slots_ptr = request_slots_ptr + request * slots_stride + span_start + n
-    scattered_whole = scattered // BLOCK_N * BLOCK_N
-    for n0 in range(0, scattered_whole, BLOCK_N):
-        offsets = tl.load(slots_ptr + n0).to(tl.int64) * (HKV * D)
+    slots_ptr = request_slots_ptr + request * slots_stride + span_start
+    for n0 in range(0, scattered, BLOCK_N):
+        slots = tl.load(slots_ptr + tl.minimum(n0 + n, scattered - 1))
+        offsets = slots.to(tl.int64) * (HKV * D)
         k = load_rows(k_head, offsets, d, D, BLOCK_D)
         v = load_rows(v_head, offsets, d, D, BLOCK_D)
-        acc, m, total = attend(q, k, v, acc, m, total, scale_log2, INTERPRET)
-    if scattered_whole < scattered:
-        exists = scattered_whole + n < scattered
-        offsets = tl.load(slots_ptr + scattered_whole, mask=exists, other=0).to(tl.int64)
-        offsets = offsets * (HKV * D)
-        k = load_some_rows(k_head, offsets, exists, d, D)
-        v = load_some_rows(v_head, offsets, exists, d, D)
-        acc, m, total = attend_masked(
-            q, k, v, exists[None, :], acc, m, total, scale_log2, INTERPRET
+        acc, m, total = attend_clamped(
+            q, k, v, n0 + n < scattered, acc, m, total, scale_log2, INTERPRET
         )
     index = tl.load(item_ptr + _PARTIAL) * (HKV * G) + qo_head
     store_state(o_ptr, lse_ptr, index, keep, acc, m, total, d, D)

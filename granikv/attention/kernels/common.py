@@ -31,7 +31,8 @@ def dot(a, b, INTERPRET: tl.constexpr):
 def dot_add(a, b, acc, INTERPRET: tl.constexpr):
     """acc + a @ b; a is rounded to b's type, except under the interpreter."""
     if INTERPRET:
-        return acc + tl.dot(a, b.to(tl.float32), input_precision="ieee")
+        wide = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+        return acc + wide
     else:
         return tl.dot(a.to(b.dtype), b, acc, input_precision="ieee")
 
@@ -60,6 +61,33 @@ def attend_masked(q, k, v, seen, acc, m, total, scale_log2, INTERPRET: tl.conste
     total = total * alpha + tl.sum(p, 1)
     acc = dot_add(p, v, acc * alpha[:, None], INTERPRET)
     return acc, m_new, total
+
+
+@triton.jit
+def attend_clamped(q, k, v, exists, acc, m, total, scale_log2, INTERPRET: tl.constexpr):
+    """`attend` for a block of which the keys exists [N] are seen, by every row and at least one."""
+    scores = dot(q, tl.trans(k), INTERPRET) * scale_log2
+    scores = tl.where(exists[None, :], scores, float("-inf"))
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    p = tl.exp2(scores - m_new[:, None])
+    alpha = tl.exp2(m - m_new)
+    total = total * alpha + tl.sum(p, 1)
+    acc = dot_add(p, v, acc * alpha[:, None], INTERPRET)
+    return acc, m_new, total
+
+
+@triton.jit
+def prefetch_rows(pointers, PDL: tl.constexpr):
+    """Ask the L2 for the lines at pointers; nothing waits for them."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [pointers.to(tl.int64, bitcast=True)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from granikv.attention.kernels.common import (
     attend_masked,
     load_rows,
     load_some_rows,
+    prefetch_rows,
     start_dependents,
     store_state,
     wait_for_previous,
@@ -84,7 +85,15 @@ def hot_tile(
     qo_head = head * G + m_index % G
     d = tl.arange(0, BLOCK_D)
     q_offsets = row.to(tl.int64) * q_stride + qo_head * D
-    wait_for_previous(PDL)  # so far only the plan was read
+    # Until here only the plan was read. An extent's KV is older than this step, so it may be
+    # fetched while the launch before still works: its memory traffic leaves room.
+    if PDL:
+        ahead = tl.arange(0, 256)
+        line = tl.arange(0, (BLOCK_D * 2 + 127) // 128) * 64
+        lines = (kv_start + tl.minimum(ahead, kv_len - 1)).to(tl.int64) * (HKV * D) + head * D
+        prefetch_rows(k_ptr + lines[:, None] + line[None, :], PDL)
+        prefetch_rows(v_ptr + lines[:, None] + line[None, :], PDL)
+    wait_for_previous(PDL)
     q = load_some_rows(q_ptr, q_offsets, keep, d, D)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -106,14 +115,14 @@ def hot_tile(
             v = load_rows(v_block + n0 * (HKV * D), offsets, d, D, BLOCK_D)
             acc, m, total = attend(q, k, v, acc, m, total, scale_log2, INTERPRET)
     # the tail is peeled: a mask in the loop costs 12% when compute-bound
+    # beyond the end the last key is read again and its score masked: no load needs a mask
     tail = tl.arange(0, TAIL_N)
-    offsets = tail * (HKV * D)
     for n0 in tl.range(whole, longest, TAIL_N, num_stages=1):
-        exists = n0 + tail < longest
-        k = load_some_rows(k_block + n0 * (HKV * D), offsets, exists, d, D)
-        v = load_some_rows(v_block + n0 * (HKV * D), offsets, exists, d, D)
+        tail_offsets = tl.minimum(n0 + tail, longest - 1) * (HKV * D)
+        k_tail = load_rows(k_block, tail_offsets, d, D, BLOCK_D)
+        v_tail = load_rows(v_block, tail_offsets, d, D, BLOCK_D)
         seen = (n0 + tail)[None, :] < seen_len[:, None]
-        acc, m, total = attend_masked(q, k, v, seen, acc, m, total, scale_log2, INTERPRET)
+        acc, m, total = attend_masked(q, k_tail, v_tail, seen, acc, m, total, scale_log2, INTERPRET)
     index = (first_partial + entry) * (HKV * G) + qo_head
     store_state(o_ptr, lse_ptr, index, keep, acc, m, total, d, D)
 
