@@ -13,10 +13,10 @@ def record_logits(engine) -> dict[str, list[torch.Tensor]]:
     engine.executor.keep_logits = True
     append_token = engine._append_token
 
-    def recording(request, output, i, now):
+    def recording(request, token, output, i, now):
         logits = torch.from_numpy(output.logits[i].copy())
         recorded.setdefault(request.request_id, []).append(logits)
-        append_token(request, output, i, now)
+        append_token(request, token, output, i, now)
 
     engine._append_token = recording
     return recorded

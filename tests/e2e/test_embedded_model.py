@@ -6,13 +6,9 @@ Both get the same token ids: transformers ignores the file's pre-tokenizer (digi
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from reference_logits import (
     MAX_RELATIVE_ERROR,
     record_logits,

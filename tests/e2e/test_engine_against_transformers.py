@@ -1,4 +1,4 @@
-"""Tokens of the whole engine against Hugging Face transformers in fp32, on tiny random models.
+"""Logits and tokens of the whole engine against Hugging Face transformers in fp32, on tiny random models.
 
 Cold, warm, shared at one to three levels, leaders and followers, cancels, preemption, chunks.
 Conservation of slots is checked after every step (debug_checks) and at the end of each test.
@@ -6,130 +6,20 @@ Conservation of slots is checked after every step (debug_checks) and at the end 
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-import numpy as np
 import pytest
-import torch
+from tiny_engine import (
+    ARCHS,
+    Made,
+    assert_matched,
+    check_clean,
+    make_engine,
+    run,
+    tokens,
+)
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from helpers import TINY_VOCAB, make_tiny_hf
-
-from granikv.config import EngineConfig
 from granikv.core import FinishReason
-from granikv.engine import Engine
 from granikv.errors import AlreadyExists, InvalidArgument
-from granikv.executor.torch_executor import TorchExecutor
-from granikv.models import load_model
-from granikv.sampling import Sampler
 from granikv.sampling_params import SamplingParams
-
-ARCHS = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    import transformers
-
-    folders = {a: make_tiny_hf(tmp_path_factory.mktemp(a), a, seed=3) for a in ARCHS}
-    return {
-        a: (
-            load_model(f),
-            getattr(transformers, a).from_pretrained(str(f), dtype=torch.float32).eval(),
-        )
-        for a, f in folders.items()
-    }
-
-
-def make_engine(models, arch="LlamaForCausalLM", **settings):
-    decoder = models[arch][0]
-    config = EngineConfig(
-        **{
-            "capacity_tokens": 4096,
-            "max_requests": 40,
-            "min_extent_tokens": 16,
-            "max_num_batched_tokens": 64,
-            "debug_checks": True,
-            "max_seq_len": 256,
-        }
-        | settings
-    )
-    sampler = Sampler(config.max_requests, decoder.config.vocab_size, eos_token_ids=())
-    return Engine(config, executor=TorchExecutor(config, decoder, sampler))
-
-
-def run(engine, requests, max_tokens=6, cancel=None, gap=0):
-    """Token ids of each prompt; requests arrive `gap` steps apart; cancel=(id, step)."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    queue = list(enumerate(requests))
-    made: dict[str, list[int]] = {}
-    reasons: dict[str, FinishReason] = {}
-    step = 0
-    while queue or engine.has_work():
-        assert step < 3000, "the engine makes no progress"
-        while queue and (gap == 0 or step % gap == 0):
-            i, prompt = queue.pop(0)
-            engine.add_request(f"r{i}", prompt, params)
-            made[f"r{i}"] = []
-            if gap:
-                break
-        if cancel is not None and step == cancel[1]:
-            assert engine.abort(cancel[0])
-        for out in engine.step():
-            made[out.request_id] += out.token_ids
-            if out.finished:
-                assert out.error is None
-                reasons[out.request_id] = out.finish_reason
-        step += 1
-    check_clean(engine)
-    return [made[f"r{i}"] for i in range(len(requests))], reasons
-
-
-def check_clean(engine):
-    """Nothing leaks: all slots are free or cached, all nodes unlocked, no map keeps an entry."""
-    cache, scheduler = engine.cache, engine.scheduler
-    cache.check_conservation([])
-    assert not scheduler.running and not scheduler.waiting and not engine.requests
-    assert not cache._paths and not engine._detokenizers
-    assert len(scheduler._free_rows) == engine.config.max_requests
-    for node in cache.tree.nodes():
-        assert node.locks == node.users == 0 and node.writer is None
-    assert cache.usage([])["retiring"] == 0
-
-
-def expected(models, arch, prompt, max_tokens=6):
-    model = models[arch][1]
-    with torch.inference_mode():
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_tokens,
-            min_new_tokens=max_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    return out[0, len(prompt) :].tolist()
-
-
-def assert_matched(models, arch, prompt, got, max_tokens=6):
-    """design.md's rule: equal, or a near-tie of the reference at the first difference."""
-    want = expected(models, arch, prompt, max_tokens)
-    if got == want:
-        return
-    assert len(got) == len(want), (got, want)
-    first = next(i for i in range(len(want)) if got[i] != want[i])
-    with torch.inference_mode():
-        logits = models[arch][1](torch.tensor([[*prompt, *want[:first]]])).logits[0, -1]
-    gap = float(logits[want[first]] - logits[got[first]])
-    assert gap < 1e-3 * float(logits.max() - logits.min()), (first, got, want, gap)
-
-
-def tokens(seed, count):
-    return np.random.default_rng(seed).integers(3, TINY_VOCAB, count).tolist()
-
 
 EVERYONE, GROUP_A, GROUP_B = tokens(1, 48), tokens(2, 32), tokens(3, 40)
 
@@ -183,7 +73,7 @@ def test_c02_whole_prompt_cached_recomputes_the_last_token(models, layout, reuse
     engine = make_engine(models, prefix_layout=layout)
     made = [run(engine, [prompt], max_tokens=3)[0][0] for _ in range(3)]
     assert made[0] == made[1] == made[2]
-    assert_matched(models, ARCHS[0], prompt, made[0], 3)
+    assert_matched(models, ARCHS[0], prompt, made[0])
     assert engine.counters["cached_tokens"] == 2 * reused
     engine.close()
 
@@ -197,7 +87,7 @@ def test_c01_cold_and_warm_are_equal(models):
     warm.append(run(engine, [prompt], max_tokens=20)[0][0])
     engine.close()
     for got in warm:
-        assert_matched(models, ARCHS[0], prompt, got, 20)
+        assert_matched(models, ARCHS[0], prompt, got)
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
@@ -217,7 +107,7 @@ def test_c05_arrivals_together_compute_the_prefix_once(models):
     engine = make_engine(models)
     made, _ = run(engine, prompts, max_tokens=4)
     for prompt, got in zip(prompts, made, strict=True):
-        assert_matched(models, ARCHS[0], prompt, got, 4)
+        assert_matched(models, ARCHS[0], prompt, got)
     assert engine.counters["cached_tokens"] == 31 * 128
     assert engine.cache.counters["extents"] == 1
     engine.close()
@@ -263,7 +153,7 @@ def test_batch_of_33_ragged(models):
     engine = make_engine(models)
     made, _ = run(engine, prompts, max_tokens=5)
     for prompt, got in zip(prompts, made, strict=True):
-        assert_matched(models, ARCHS[0], prompt, got, 5)
+        assert_matched(models, ARCHS[0], prompt, got)
     engine.close()
 
 
@@ -275,7 +165,7 @@ def test_c73_preemption_is_not_counted_as_a_hit(models, async_depth):
     assert engine.scheduler.num_preemptions > 0
     assert engine.counters["cached_tokens"] == 0
     for prompt, got in zip(prompts, made, strict=True):
-        assert_matched(models, ARCHS[0], prompt, got, 40)
+        assert_matched(models, ARCHS[0], prompt, got)
     engine.close()
 
 
@@ -355,9 +245,10 @@ def test_c35_a_live_id_is_refused_and_the_first_is_unharmed(models):
     engine.add_request("same", prompt, params)
     with pytest.raises(AlreadyExists, match="same"):
         engine.add_request("same", prompt, params)
-    made = []
+    made = Made()
     while engine.has_work():
         made += [t for out in engine.step() for t in out.token_ids]
+    made.logits = engine.recorded_logits["same"]
     assert_matched(models, ARCHS[0], prompt, made)
     check_clean(engine)
     engine.close()
