@@ -19,6 +19,7 @@ import time
 import zipfile
 from pathlib import Path
 
+from granikv import env
 from granikv.errors import GraniKVError, InvalidArgument, ModelFileError, Unavailable
 
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -34,10 +35,12 @@ def cache_dir() -> Path:
 
 
 def _candidates() -> list[Path]:
-    folder = os.environ.get(MODEL_DIR_VARIABLE)
+    folder = env.read(MODEL_DIR_VARIABLE)
     if folder is not None:
         if not Path(folder, FILE_NAME).is_file():
-            raise InvalidArgument(MODEL_DIR_VARIABLE, folder, f"a folder that holds {FILE_NAME}")
+            raise InvalidArgument(
+                MODEL_DIR_VARIABLE, str(folder), f"a folder that holds {FILE_NAME}"
+            )
         return [Path(folder, FILE_NAME)]
     paths = [cache_dir() / FILE_NAME]
     spec = importlib.util.find_spec(MODULE)

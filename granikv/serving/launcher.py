@@ -26,6 +26,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from granikv.env import read as read_variable
 from granikv.errors import GraniKVError, InvalidArgument, Unavailable
 from granikv.serving.settings import default_python, parse_assignments
 from granikv.serving.tritonserver import (
@@ -76,10 +77,11 @@ class ServerHandle:
         self.address = address
         self.model_repository = model_repository or find_model_repository()
         self.run_dir = Path(tempfile.mkdtemp(prefix="granikv_"))
-        self.env = {"GRANIKV_PYTHON": default_python(), **(env or {})}
-        self.env["GRANIKV_RUN_DIR"] = str(self.run_dir)
+        python = read_variable("GRANIKV_PYTHON") or default_python()
+        self.env = {"GRANIKV_PYTHON": python, **(env or {}), "GRANIKV_RUN_DIR": str(self.run_dir)}
         if engine_config:
-            self.env["GRANIKV_ENGINE_CONFIG"] = json.dumps(engine_config)
+            fields = read_variable("GRANIKV_ENGINE_CONFIG") | engine_config
+            self.env["GRANIKV_ENGINE_CONFIG"] = json.dumps(fields)
         self.log_path = log_path
         self.start_timeout_s = start_timeout_s
         self.process: subprocess.Popen | None = None

@@ -7,23 +7,29 @@ is dropped. Times are in seconds.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from granikv.errors import NotFound, Unavailable
+from granikv.errors import InvalidArgument, NotFound, Unavailable
 
 QUANTILES = (50, 90, 95, 99)
 # sonames that the tritonclient wheel's binary needs and the nvidia-pytriton wheel carries
 MISSING_LIBRARIES = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.so.12*"}
+OUTPUTS = re.compile(r"^output \[.*?^\]", re.MULTILINE | re.DOTALL)
+ONE_OUTPUT = '{ name: "text_output", data_type: TYPE_STRING, dims: [ -1 ] }'
 
 
 def find_perf_analyzer() -> Path:
@@ -63,101 +69,181 @@ def write_input_file(entries: Iterable[Mapping], path: Path) -> None:
     path.write_text(json.dumps({"data": rows}))
 
 
+def make_load_test_repository(folder: Path, source: Path) -> Path:
+    """A model repository in `folder` like `source`, whose model declares text_output only.
+
+    perf_analyzer 2.51 asks for every declared output and exports, for those that a response
+    lacks, uninitialised memory; an FP32 that happens to be NaN ends its JSON writer, which
+    leaves an empty file. Nearly every response lacks the outputs that a client must ask for.
+    """
+    model = folder / "granikv"
+    model.mkdir(parents=True, exist_ok=True)
+    for version in source.joinpath("granikv").iterdir():
+        if version.is_dir() and version.name.isdigit():
+            link = model / version.name
+            link.unlink(missing_ok=True)
+            link.symlink_to(version.resolve())
+    text = source.joinpath("granikv", "config.pbtxt").read_text()
+    short, count = OUTPUTS.subn(f"output [ {ONE_OUTPUT} ]", text)
+    if count != 1:
+        raise InvalidArgument(str(source / "granikv/config.pbtxt"), count, "one output [ ] block")
+    (model / "config.pbtxt").write_text(short)
+    return folder
+
+
+def write_interval_file(timestamps_s: Sequence[float], path: Path, speed: float = 1.0) -> None:
+    """Gaps between arrivals for `intervals`, whole microseconds, one a line; speed 2 halves them.
+
+    The tool repeats the list and wants gaps above 0.
+    """
+    gaps = np.diff(np.asarray(timestamps_s, float)) / speed * 1e6
+    path.write_text("".join(f"{max(1, round(gap))}\n" for gap in gaps) or "1\n")
+
+
+@dataclass(frozen=True)
+class Load:
+    """How requests are sent: so many at once, or so many a second (Poisson), or by a file.
+
+    intervals: a file of write_interval_file.
+    """
+
+    concurrency: int | None = 4
+    request_rate: float | None = None
+    intervals: Path | None = None
+
+    @property
+    def least_requests(self) -> int:
+        """The tool refuses fewer."""
+        if self.intervals is not None:
+            return 1
+        return math.ceil(self.request_rate or self.concurrency or 1)
+
+    def arguments(self) -> list[str]:
+        if self.intervals is not None:
+            return [f"--request-intervals={self.intervals}"]
+        if self.request_rate is not None:
+            return [
+                f"--request-rate-range={self.request_rate}",
+                "--request-distribution=poisson",
+            ]
+        return [f"--concurrency-range={self.concurrency}"]
+
+
 def run(
     input_file: Path,
     url: str,
+    load: Load,
     *,
     model: str = "granikv",
-    concurrency: int = 4,
     request_count: int = 40,
-    request_rate: float | None = None,
     extra_arguments: Iterable[str] = (),
     timeout_s: float = 600.0,
     attempts: int = 5,
-) -> dict:
-    """url: host:port of gRPC. request_rate (per second, Poisson) replaces concurrency.
+) -> Samples:
+    """One measurement against url (host:port of gRPC).
 
-    Returns what `parse_profile` does, with perf_analyzer's own text as `stdout`. Raises
-    Unavailable with the tool's last words when it fails.
+    request_count: at least; raised to the concurrency or rate, which is the tool's minimum.
+    attempts: how often an unreadable export is measured again; one is enough when the server was
+    started on make_load_test_repository. Raises Unavailable with the tool's last words.
     """
-    load = [f"--concurrency-range={concurrency}"]
-    if request_rate is not None:
-        load = [f"--request-rate-range={request_rate}", "--request-distribution=poisson"]
     arguments = [
         *("-m", model, "-u", url, "-i", "grpc", "--streaming", "--async"),
         f"--input-data={input_file}",
-        *load,
-        f"--request-count={request_count}",
+        *load.arguments(),
+        f"--request-count={max(request_count, load.least_requests)}",
         *extra_arguments,
     ]
     return _run(find_perf_analyzer(), arguments, timeout_s, attempts)
 
 
-def _run(binary: Path, arguments: list[str], timeout_s: float, attempts: int) -> dict:
+def _run(binary: Path, arguments: list[str], timeout_s: float, attempts: int) -> Samples:
     with tempfile.TemporaryDirectory(prefix="granikv_perf_") as folder:
         link_libraries(Path(folder) / "lib")
         export = Path(folder) / "profile.json"
         command = [str(binary), *arguments, f"--profile-export-file={export}"]
         libraries = [f"{folder}/lib", os.environ.get("LD_LIBRARY_PATH", "")]
         environment = dict(os.environ, LD_LIBRARY_PATH=os.pathsep.join(p for p in libraries if p))
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=timeout_s, cwd=folder
-        )
+        try:
+            done = subprocess.run(
+                command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                cwd=folder,
+            )
+        except subprocess.TimeoutExpired:
+            raise Unavailable(f"perf_analyzer did not end within {timeout_s:.0f} s") from None
         if done.returncode or not export.exists():
-            words = (done.stdout + done.stderr)[-2000:]
+            text = done.stdout + done.stderr
+            error = re.search(r"^Error: .*", text, re.MULTILINE)  # the usage text follows it
+            words = error[0] if error else text[-2000:]
             raise Unavailable(f"perf_analyzer ended with code {done.returncode}: {words}")
-        # 2.51.0 exports uninitialised memory for outputs that a response lacks, and writes an
-        # empty file when that reads as NaN: measure again
         try:
             profile = json.loads(export.read_text(errors="replace"))
         except json.JSONDecodeError as error:
             if attempts > 1:
                 return _run(binary, arguments, timeout_s, attempts - 1)
             raise Unavailable(f"perf_analyzer's export cannot be read: {error}") from None
-        return parse_profile(profile) | {"stdout": done.stdout}
+        return parse_profile(profile)
 
 
-def parse_profile(profile: Mapping, streamed: bool = True) -> dict:
-    """Distributions over all requests of an export: ttft_s, itl_s, latency_s and throughput.
+@dataclass
+class Samples:
+    """What clients saw in one measurement or, added up, in several. Times in seconds."""
 
-    streamed: each request's last response is the empty FINAL one. itl_s counts gaps between
-    responses; several tokens may share a response, so tokens are the server's to count.
-    """
-    ttft, gaps, latency = [], [], []
-    num_responses = 0
+    ttft_s: list[float] = field(default_factory=list)  # one per answered request
+    itl_s: list[float] = field(default_factory=list)  # gaps between the responses of a request
+    latency_s: list[float] = field(default_factory=list)  # to the last response with content
+    num_responses: int = 0  # several tokens may share one
+    num_unanswered: int = 0
+    elapsed_s: float = 0.0  # first request sent to last response
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.ttft_s)
+
+    def __add__(self, other: Samples) -> Samples:
+        return Samples(
+            *(getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(Samples))
+        )
+
+    def report(self) -> dict[str, float]:
+        """Rates, and mean and percentiles as ttft_p50_s, itl_p99_s, latency_mean_s, ..."""
+        figures: dict[str, float] = {
+            "num_requests": self.num_requests,
+            "elapsed_s": self.elapsed_s,
+            "requests_per_s": self.num_requests / self.elapsed_s,
+            "responses_per_s": self.num_responses / self.elapsed_s,
+        }
+        for name in ("ttft", "itl", "latency"):
+            values = getattr(self, f"{name}_s")
+            if values:
+                figures[f"{name}_mean_s"] = float(np.mean(values))
+                for q, value in zip(QUANTILES, np.percentile(values, QUANTILES), strict=True):
+                    figures[f"{name}_p{q}_s"] = float(value)
+        return figures
+
+
+def parse_profile(profile: Mapping, streamed: bool = True) -> Samples:
+    """streamed: each request's last response is the empty FINAL one. Raises Unavailable."""
+    samples = Samples()
     first_start, last_end = None, None
     for experiment in profile["experiments"]:
         for request in experiment["requests"]:
             start = request["timestamp"]
             times = request["response_timestamps"]
-            if streamed and len(times) > 1:
-                times = times[:-1]
+            times = times[:-1] if streamed else times
             if not times:
+                samples.num_unanswered += 1
                 continue
-            num_responses += len(times)
-            ttft.append((times[0] - start) / 1e9)
-            latency.append((times[-1] - start) / 1e9)
-            gaps += [(b - a) / 1e9 for a, b in zip(times, times[1:], strict=False)]
+            samples.num_responses += len(times)
+            samples.ttft_s.append((times[0] - start) / 1e9)
+            samples.latency_s.append((times[-1] - start) / 1e9)
+            samples.itl_s += [(b - a) / 1e9 for a, b in zip(times, times[1:], strict=False)]
             first_start = start if first_start is None else min(first_start, start)
             last_end = times[-1] if last_end is None else max(last_end, times[-1])
     if first_start is None or last_end is None:
         raise Unavailable("the profile export holds no answered request")
-    elapsed_s = (last_end - first_start) / 1e9
-    return {
-        "num_requests": len(ttft),
-        "num_responses": num_responses,
-        "elapsed_s": elapsed_s,
-        "requests_per_s": len(ttft) / elapsed_s,
-        "responses_per_s": num_responses / elapsed_s,
-        "ttft_s": _summary(ttft),
-        "itl_s": _summary(gaps),
-        "latency_s": _summary(latency),
-    }
-
-
-def _summary(values: list[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    quantiles = np.percentile(values, QUANTILES)
-    named = {f"p{q}": float(v) for q, v in zip(QUANTILES, quantiles, strict=True)}
-    return {"mean": float(np.mean(values)), **named, "max": float(np.max(values))}
+    samples.elapsed_s = (last_end - first_start) / 1e9
+    return samples

@@ -1,20 +1,19 @@
 """Settings of the serving part: model parameters of config.pbtxt, overridden by the environment.
 
-Variables: GRANIKV_ENGINE_CONFIG (JSON object of EngineConfig fields), GRANIKV_ENGINE_CLASS
-("module:Class"), GRANIKV_PYTHON (interpreter of the engine process), GRANIKV_RUN_DIR (folder of
-sockets and pid files). An unknown field or unreadable JSON is an error when the model loads.
+The variables are those of granikv/env.py. An unknown field or an unreadable value is an error when
+the model loads.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from granikv import env
 from granikv.config import EngineConfig
 from granikv.errors import InvalidArgument
 
@@ -41,6 +40,11 @@ def parse_engine_config(text: str, source: str) -> dict:
         raise InvalidArgument(source, text, f"a JSON object ({error})") from None
     if not isinstance(fields, dict):
         raise InvalidArgument(source, text, "a JSON object")
+    return check_engine_fields(fields, source)
+
+
+def check_engine_fields(fields: dict, source: str) -> dict:
+    """`fields` itself. Raises InvalidArgument for one that EngineConfig does not have."""
     known = {f.name for f in dataclasses.fields(EngineConfig)}
     for name in fields:
         if name not in known:
@@ -69,12 +73,14 @@ def default_python() -> str:
 
 
 def read_settings(
-    parameters: Mapping[str, str], environ: Mapping[str, str] = os.environ
+    parameters: Mapping[str, str], environ: Mapping[str, str] | None = None
 ) -> ServingSettings:
-    """parameters: those of config.pbtxt, by name. Raises InvalidArgument."""
+    """parameters: those of config.pbtxt, by name; environ: os.environ if None.
+
+    Raises InvalidArgument."""
     fields = parse_engine_config(parameters.get("engine_config", ""), "engine_config")
     variable = "GRANIKV_ENGINE_CONFIG"
-    fields |= parse_engine_config(environ.get(variable, ""), variable)
+    fields |= check_engine_fields(env.read(variable, environ), variable)
     EngineConfig(**fields)
     numbers = {}
     for name in ("start_timeout_s", "step_limit_s", "drain_s"):
@@ -86,12 +92,12 @@ def read_settings(
     exclude = parameters.get("exclude_input_in_output", "false").lower()
     if exclude not in ("true", "false"):
         raise InvalidArgument("exclude_input_in_output", exclude, "'true' or 'false'")
-    chosen_class = environ.get("GRANIKV_ENGINE_CLASS") or parameters.get("engine_class")
+    chosen_class = env.read("GRANIKV_ENGINE_CLASS", environ) or parameters.get("engine_class")
     return ServingSettings(
         engine_config=fields,
         engine_class=chosen_class or DEFAULT_ENGINE_CLASS,
-        python=environ.get("GRANIKV_PYTHON") or default_python(),
-        run_dir=environ.get("GRANIKV_RUN_DIR") or tempfile.mkdtemp(prefix="granikv_"),
+        python=env.read("GRANIKV_PYTHON", environ) or default_python(),
+        run_dir=str(env.read("GRANIKV_RUN_DIR", environ) or tempfile.mkdtemp(prefix="granikv_")),
         exclude_input_in_output=exclude == "true",
         **numbers,
     )

@@ -5,9 +5,19 @@ from __future__ import annotations
 import json
 
 import pytest
+from conftest import start_server
 
-from granikv.errors import NotFound
-from granikv.serving.perf_analyzer import find_perf_analyzer, parse_profile, run, write_input_file
+from granikv.errors import NotFound, Unavailable
+from granikv.serving.perf_analyzer import (
+    Load,
+    find_perf_analyzer,
+    make_load_test_repository,
+    parse_profile,
+    run,
+    write_input_file,
+    write_interval_file,
+)
+from granikv.serving.tritonserver import find_model_repository
 
 
 def test_parse_profile_drops_the_empty_final_response():
@@ -15,12 +25,27 @@ def test_parse_profile_drops_the_empty_final_response():
         {"timestamp": 0, "response_timestamps": [10**9, 2 * 10**9, 4 * 10**9, 5 * 10**9]},
         {"timestamp": 10**9, "response_timestamps": [3 * 10**9, 4 * 10**9]},
     ]
-    report = parse_profile({"experiments": [{"requests": requests}]})
-    assert report["num_requests"] == 2
-    assert report["num_responses"] == 4
-    assert report["ttft_s"]["mean"] == pytest.approx(1.5)
-    assert report["itl_s"]["mean"] == pytest.approx(1.5)
-    assert report["elapsed_s"] == pytest.approx(4.0)
+    samples = parse_profile({"experiments": [{"requests": requests}]})
+    report = (samples + samples).report()
+    assert report["num_requests"] == 4
+    assert samples.num_responses == 4
+    assert report["ttft_mean_s"] == pytest.approx(1.5)
+    assert report["itl_mean_s"] == pytest.approx(1.5)
+    assert report["elapsed_s"] == pytest.approx(8.0)
+    assert report["requests_per_s"] == pytest.approx(0.5)
+
+
+def test_a_profile_without_answers_is_an_error():
+    request = {"timestamp": 0, "response_timestamps": [10**9]}  # FINAL only: an error
+    with pytest.raises(Unavailable, match="no answered request"):
+        parse_profile({"experiments": [{"requests": [request]}]})
+
+
+def test_intervals(tmp_path):
+    path = tmp_path / "gaps"
+    write_interval_file([0.0, 1.0, 1.0, 1.5], path, speed=2.0)
+    assert path.read_text().split() == ["500000", "1", "250000"]
+    assert Load(intervals=path).arguments() == [f"--request-intervals={path}"]
 
 
 def test_write_input_file(tmp_path):
@@ -30,7 +55,16 @@ def test_write_input_file(tmp_path):
     assert json.loads(path.read_text()) == {"data": [expected]}
 
 
-def test_perf_analyzer_measures_streams(server, tmp_path):
+def test_load_test_repository_declares_one_output(tmp_path):
+    repository = make_load_test_repository(tmp_path, find_model_repository())
+    text = (repository / "granikv" / "config.pbtxt").read_text()
+    assert text.count("text_output") == 1 and "cum_log_probs" not in text
+    assert "output_log_probs" not in text and "engine_config" in text and "text_input" in text
+    assert (repository / "granikv" / "1" / "model.py").is_file()
+
+
+def test_perf_analyzer_measures_streams(tmp_path):
+    """Every run's export is readable when the model declares only what each response has."""
     try:
         find_perf_analyzer()
     except NotFound as error:
@@ -38,8 +72,13 @@ def test_perf_analyzer_measures_streams(server, tmp_path):
     path = tmp_path / "in.json"
     text = "the quick brown fox step_ms=10"
     write_input_file([{"text_input": text, "max_tokens": n} for n in (4, 8)], path)
-    report = run(path, server.address.grpc_url, concurrency=2, request_count=12, timeout_s=60)
-    assert report["num_requests"] >= 12
-    assert 0.009 < report["itl_s"]["p50"] < 0.05
-    assert report["ttft_s"]["p50"] < report["latency_s"]["p50"]
-    assert report["responses_per_s"] > report["requests_per_s"]
+    repository = make_load_test_repository(tmp_path / "models", find_model_repository())
+    with start_server(tmp_path / "log", supervised=False, model_repository=repository) as slim:
+        for load in (Load(2), Load(request_rate=50.0)):
+            url = slim.address.grpc_url
+            samples = run(path, url, load, request_count=12, timeout_s=60, attempts=1)
+            report = samples.report()
+            assert report["num_requests"] >= 12 and samples.num_unanswered == 0
+            assert report["itl_p50_s"] > 0.009
+            assert report["ttft_p50_s"] < report["latency_p50_s"]
+            assert report["responses_per_s"] > report["requests_per_s"]

@@ -2,7 +2,13 @@
 
 import json
 import os
+import sys
 from pathlib import Path
+
+# Triton's stub ignores PYTHONPATH: in a checkout, the checkout's package serves its own model
+CHECKOUT = Path(__file__).resolve().parents[3]
+if (CHECKOUT / "granikv" / "__init__.py").exists():
+    sys.path.insert(0, str(CHECKOUT))
 
 import triton_python_backend_utils as pb_utils
 
