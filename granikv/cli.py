@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +23,18 @@ ModelPath = Annotated[
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of EngineConfig.")
 ]
+
+
+@contextlib.contextmanager
+def clear_errors() -> Iterator[None]:
+    """Errors of the package and of the user's input end the command with a line, not a trace."""
+    from granikv.errors import GraniKVError, InvalidArgument, ModelFileError
+
+    try:
+        yield
+    except GraniKVError as error:
+        print(f"granikv: {error}", file=sys.stderr)
+        raise typer.Exit(2 if isinstance(error, InvalidArgument | ModelFileError) else 1) from None
 
 
 @app.command()
@@ -132,31 +146,61 @@ def bench_decode(
 
 @bench.command("serve")
 def bench_serve(
-    agents: int = 8,
-    rounds: int = 1,
+    agents: Annotated[int, typer.Option(help="Agents of each group.")] = 8,
+    groups: Annotated[int, typer.Option(help="Groups; each shares a prefix of its own.")] = 1,
+    prefix_len: Annotated[int, typer.Option(help="Tokens that a group shares.")] = 1024,
+    suffix_len: Annotated[int, typer.Option(help="Tokens behind them, of each request.")] = 32,
+    output_len: Annotated[int, typer.Option(help="Tokens of each answer.")] = 32,
+    rounds: Annotated[int, typer.Option(help="Requests of each agent in a measurement.")] = 2,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(help="Requests at once; may be repeated. All agents if no load is given."),
+    ] = None,
+    request_rate: Annotated[
+        list[float] | None, typer.Option(help="Requests per second (Poisson); may be repeated.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Request trace that replaces the agents' description.")
+    ] = None,
+    trace_speed: Annotated[
+        float | None, typer.Option(help="Send at the trace's times, so many times as fast.")
+    ] = None,
+    max_requests: Annotated[int, typer.Option(help="Of the trace; 0: all.")] = 0,
+    max_prompt_len: Annotated[int, typer.Option(help="Cut the trace's prompts; 0: do not.")] = 0,
+    max_output_len: Annotated[int, typer.Option(help="Cut the trace's answers; 0: do not.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Measurements of each load and layout.")] = 2,
     model: ModelPath = None,
+    settings: Settings = None,
     json_file: JsonFile = None,
 ) -> None:
-    """The agents' workload through Triton, GraniKV's layout against uniform paging."""
-    from rich.console import Console
+    """Load through Triton with perf_analyzer: GraniKV's layout against uniform paging, in turns."""
+    from granikv.bench.serve import run_serve_bench
+    from granikv.bench.serve_workload import AgentsWorkload, TraceWorkload
+    from granikv.bench.workloads import load_trace
+    from granikv.serving.perf_analyzer import Load
+    from granikv.serving.settings import parse_assignments
 
-    from granikv.bench.harness import Case
-    from granikv.demo.report import summarize
-    from granikv.demo.runner import LAYOUTS, run_layout
-    from granikv.demo.workload import AGENTS, MAX_ROUNDS
-
-    if not 1 <= agents <= len(AGENTS) or not 1 <= rounds <= MAX_ROUNDS:
-        raise typer.BadParameter(f"agents in 1..{len(AGENTS)}, rounds in 1..{MAX_ROUNDS}")
-    console, folder = Console(), Path("out/bench")
-    runs = [run_layout(name, agents, rounds, console, folder, model) for name in LAYOUTS]
-    failed = [r for run in runs for r in run.responses if r.error]
-    if failed:
-        print(f"{len(failed)} failed, first: {failed[0].error}", file=sys.stderr)
-        raise typer.Exit(1)
-    ours, other = (summarize(run) for run in runs)
-    params = {"model": model or "embedded", "tp": 1, "batch": agents, "rounds": rounds}
-    ratio = (ours["tokens_per_s"] or 0.0) / (other["tokens_per_s"] or 1.0)
-    _finish([Case("agents", params, ours, "uniform-paging", ratio, other)], "Serve", json_file)
+    with clear_errors():
+        workload: AgentsWorkload | TraceWorkload
+        if trace is None:
+            sizes = (agents,) * groups
+            workload = AgentsWorkload(sizes, prefix_len, suffix_len, output_len, rounds)
+        else:
+            requests = load_trace(trace, max_requests=max_requests)
+            workload = TraceWorkload(requests, max_prompt_len, max_output_len)
+        loads = [Load(number) for number in concurrency or ()]
+        loads += [Load(None, request_rate=rate) for rate in request_rate or ()]
+        if not loads and trace_speed is None:
+            loads = [Load(agents * groups)]
+        cases = run_serve_bench(
+            workload,
+            loads,
+            model=model,
+            engine_config=parse_assignments(settings or []),
+            repeats=repeats,
+            trace_speed=trace_speed,
+        )
+        _finish(cases, "Serve", json_file)
 
 
 @app.command()

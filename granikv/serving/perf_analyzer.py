@@ -196,6 +196,8 @@ class Samples:
     itl_s: list[float] = field(default_factory=list)  # gaps between the responses of a request
     latency_s: list[float] = field(default_factory=list)  # to the last response with content
     num_responses: int = 0  # several tokens may share one
+    num_tokens_asked: int = 0  # max_tokens of the answered requests
+    answers: list[tuple[str, str]] = field(default_factory=list)  # (prompt, text)
     num_unanswered: int = 0
     elapsed_s: float = 0.0  # first request sent to last response
 
@@ -237,6 +239,10 @@ def parse_profile(profile: Mapping, streamed: bool = True) -> Samples:
             if not times:
                 samples.num_unanswered += 1
                 continue
+            inputs = request.get("request_inputs", {})
+            pieces = [str(o.get("text_output", "")) for o in request.get("response_outputs", ())]
+            samples.answers.append((str(inputs.get("text_input", "")), "".join(pieces)))
+            samples.num_tokens_asked += int(inputs.get("max_tokens", 0))
             samples.num_responses += len(times)
             samples.ttft_s.append((times[0] - start) / 1e9)
             samples.latency_s.append((times[-1] - start) / 1e9)
