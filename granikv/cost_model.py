@@ -8,32 +8,21 @@ It knows nothing of plans or requests.
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import json
 import logging
-import platform
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from granikv.attention.cpu import CpuAttention, merge_parts
-from granikv.attention.plan_parts import MIN_VIEW_TOKENS, Bucket, make_view
+from granikv import calibration
+from granikv.attention.plan_parts import MIN_VIEW_TOKENS
+from granikv.calibration import VERSION
 from granikv.config import ModelConfig
-from granikv.core import HotVariant
 from granikv.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
 
 DEFAULT_PROFILE = Path(__file__).parent / "profiles" / "cpu_default.json"
-VERSION = 1
-ROWS = [1, 4, 16, 64]
-HOT_TOKENS = [64, 256, 1024, 4096]
-COLD_TOKENS = [16, 64, 256]  # longer COLD runs are mostly read in place
-ARENA_BYTES = 96 * 2**20  # measured spans rotate through it: KV comes from memory, as in a model
 FLAT_BASE_TOKENS = 64  # a row's own suffix, to which a short flat prefix is added
 
 
@@ -132,94 +121,9 @@ class Grid:
         return i, float((at - axis[i]) / (axis[i + 1] - axis[i]))
 
 
-def measure_cpu_profile(model_config: ModelConfig, quick: bool = True) -> dict:
-    """Measure this machine with the calls that CpuAttention makes; a few seconds when quick."""
-    heads, dim = model_config.num_kv_heads, model_config.head_dim
-    token_bytes = 2 * heads * dim * 4
-    longest = 2 * HOT_TOKENS[-1]
-    capacity = max(longest, ARENA_BYTES // token_bytes)
-    generator = torch.Generator().manual_seed(0)
-    arena = torch.randn(2, 1, capacity, heads, dim, generator=generator)
-    slots = torch.zeros(1, 1, dtype=torch.int32)
-    attention = CpuAttention(model_config, arena[0], arena[1], slots)
-    group, repeats = model_config.gqa_group_size, 5 if quick else 25
-    k, v = arena[0, 0], arena[1, 0]
-    starts = (i * 4099 % (capacity - HOT_TOKENS[-1]) for i in itertools.count())
-
-    def queries(rows: int) -> torch.Tensor:
-        return torch.randn(rows, model_config.num_qo_heads, dim, generator=generator)
-
-    def hot(variant: HotVariant, rows: int, tokens: int) -> float:
-        q, index, seen = queries(rows), np.arange(rows), np.array([tokens])
-
-        def call() -> None:
-            view = make_view(index, next(starts), seen, variant, heads, group)
-            attention.view_state(view, q, k, v)
-
-        return _median_us(call, repeats)
-
-    def cold(rows: int, tokens: int) -> float:
-        q, count = queries(rows), rows * tokens
-        attention.reserve_gather(count)
-        index = torch.randint(0, capacity, (count,), generator=generator, dtype=torch.int32)
-        bucket = Bucket(slice(0, rows), index, rows, tokens, torch.zeros(rows, 1, 1, tokens))
-        return _median_us(lambda: attention.bucket_state(bucket, q, k, v), repeats)
-
-    def merge(rows: int) -> float:
-        o, lse = queries(rows), torch.zeros(rows, model_config.num_qo_heads)
-        index = torch.arange(2 * rows).view(2, rows).T.contiguous()
-        o, lse = torch.cat([o, o]), torch.cat([lse, lse])
-        return _median_us(lambda: merge_parts(o, lse, index), 4 * repeats)
-
-    flat, square = arena.view(-1), torch.randn(512, 512, generator=generator)
-    with torch.inference_mode():
-        read_us = _median_us(lambda: flat.sum(), repeats)
-        square_us = _median_us(lambda: square @ square, 4 * repeats)
-        return {
-            "version": VERSION,
-            "device": _cpu_name(),
-            "num_threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "heads": [model_config.num_qo_heads, heads, dim],
-            "read_gb_per_s": flat.numel() * 4 / read_us / 1e3,
-            "gflops": 2 * 512**3 / square_us / 1e3,
-            "rows": ROWS,
-            "hot_tokens": HOT_TOKENS,
-            "cascade_us": [[hot(HotVariant.CASCADE, r, n) for n in HOT_TOKENS] for r in ROWS],
-            "gemm_us": [[hot(HotVariant.GEMM, r, n) for n in HOT_TOKENS] for r in ROWS],
-            "cold_tokens": COLD_TOKENS,
-            "cold_us": [[cold(r, n) for n in COLD_TOKENS] for r in ROWS],
-            "merge_us": [merge(r) for r in ROWS],
-        }
-
-
-def _median_us(call: Callable[[], object], repeats: int) -> float:
-    call()
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - begin) * 1e6)
-    return round(float(np.median(times)), 1)
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-        return names[0] if names else platform.machine()
-    except OSError:
-        return platform.processor() or platform.machine()
-
-
 def _cached_profile(model_config: ModelConfig, num_threads: int) -> dict:
     """The profile of this machine and head geometry, measured when no cached one is readable."""
-    before = torch.get_num_threads()
-    threads = num_threads or before
-    m = model_config
-    key = [VERSION, _cpu_name(), threads, torch.__version__, m.num_qo_heads, m.num_kv_heads]
-    digest = hashlib.sha256(json.dumps([*key, m.head_dim]).encode()).hexdigest()[:16]
-    path = Path.home() / ".cache" / "granikv" / f"cpu-{digest}.json"
+    path = calibration.profile_path(model_config, num_threads)
     try:
         profile = json.loads(path.read_text())
         CostModel(profile, model_config)
@@ -228,16 +132,10 @@ def _cached_profile(model_config: ModelConfig, num_threads: int) -> dict:
         log.info("measuring the CPU profile, cached in %s", path)
     except (OSError, ValueError, KeyError) as error:
         log.warning("profile %s is unreadable and is measured again: %s", path, error)
+    with calibration.torch_threads(num_threads):
+        profile = calibration.measure_cpu_profile(model_config)
     try:
-        torch.set_num_threads(threads)
-        profile = measure_cpu_profile(model_config)
-    finally:
-        torch.set_num_threads(before)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{time.time_ns()}.tmp")
-        partial.write_text(json.dumps(profile, indent=1))
-        partial.replace(path)  # readers never see half a file
+        calibration.store_profile(profile, path)
     except OSError as error:
         log.warning("the CPU profile could not be cached: %s", error)
     return profile

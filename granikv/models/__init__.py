@@ -6,13 +6,14 @@ from pathlib import Path
 
 import torch
 
+from granikv.config import ModelConfig
 from granikv.errors import ModelFileError
 from granikv.models.embedded import find_embedded
-from granikv.models.gguf_loader import load_gguf
+from granikv.models.gguf_loader import GGUFFile, gguf_config, load_gguf
 from granikv.models.llama import Attend, Decoder
-from granikv.models.weights import ARCHITECTURES, load_hf
+from granikv.models.weights import ARCHITECTURES, load_hf, read_hf_config
 
-__all__ = ["ARCHITECTURES", "Attend", "Decoder", "load_model"]
+__all__ = ["ARCHITECTURES", "Attend", "Decoder", "find_model", "load_config", "load_model"]
 
 
 def load_model(
@@ -25,12 +26,22 @@ def load_model(
     Raises ModelFileError for a missing, truncated, corrupt or unknown file, and Unsupported for
     a known setting that is not served.
     """
+    path = find_model(path)
+    return Decoder(*(load_hf if path.is_dir() else load_gguf)(path, dtype), device)
+
+
+def load_config(path: str | Path | None = None) -> ModelConfig:
+    """The shape of the model that load_model would load, without its weights; same errors."""
+    path = find_model(path)
+    return read_hf_config(path) if path.is_dir() else gguf_config(GGUFFile(path))
+
+
+def find_model(path: str | Path | None = None) -> Path:
+    """The file or folder; None: the embedded model. Raises ModelFileError when nothing is there."""
     path = find_embedded() if path is None else Path(path)
-    if path.is_dir():
-        return Decoder(*load_hf(path, dtype), device)
-    if not path.is_file():
+    if not path.exists():
         raise ModelFileError(
             f"{path}: expected a GGUF file or a folder with config.json and *.safetensors, "
             "found nothing"
         )
-    return Decoder(*load_gguf(path, dtype), device)
+    return path

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from granikv import cost_model
+from granikv import calibration
+from granikv.calibration import measure_cpu_profile
 from granikv.config import ModelConfig
-from granikv.cost_model import CostModel, Grid, measure_cpu_profile
+from granikv.cost_model import CostModel, Grid
 from granikv.errors import InvalidArgument
 
 MODEL = ModelConfig("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192)
@@ -99,8 +100,8 @@ def test_profile_is_measured_once_and_cached(tmp_path, monkeypatch):
         calls.append(model_config)
         return profile()
 
-    monkeypatch.setattr(cost_model.Path, "home", lambda: tmp_path)
-    monkeypatch.setattr(cost_model, "measure_cpu_profile", fake)
+    monkeypatch.setattr(calibration.Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(calibration, "measure_cpu_profile", fake)
     first = CostModel.load(None, MODEL, 2).profile
     assert CostModel.load(None, MODEL, 2).profile == first and len(calls) == 1
     CostModel.load(None, MODEL, 1)  # another number of threads is another profile

@@ -1,0 +1,259 @@
+"""Measures a machine's hardware profile with the calls that CpuAttention makes, and stores it.
+
+A timing can be wrong by orders of magnitude (the first matrix product of a process took up to a
+second, a neighbour on the machine takes what it likes), so everything is warmed up, unsteady
+readings are repeated, and table values far off their neighbours are measured again.
+It knows nothing of how times become choices: cost_model.py does.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import itertools
+import json
+import logging
+import platform
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from granikv.attention.cpu import CpuAttention, merge_parts
+from granikv.attention.plan_parts import Bucket, make_view
+from granikv.config import ModelConfig
+from granikv.core import HotVariant
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+ROWS = [1, 4, 16, 64]
+HOT_TOKENS = [64, 256, 1024, 4096]
+COLD_TOKENS = [16, 64, 256]  # longer COLD runs are mostly read in place
+ARENA_BYTES = 96 * 2**20  # measured spans rotate through it: KV comes from memory, as in a model
+NUM_READINGS = 4 * len(ROWS) + 2 * len(ROWS) * len(HOT_TOKENS) + 2  # of the quick profile, for bars
+
+Call = Callable[[], object]
+
+
+class Meter:
+    """Medians of repeated calls that survive a noisy machine. Times in us.
+
+    clock: seconds; tests give a made-up one. on_reading: told the name of what is measured next.
+    """
+
+    WARMUP_CALLS = 2
+    MAX_SPREAD = 0.6  # interquartile range over median; a quiet machine stays under 0.2
+    MAX_TRIES = 4
+    TOLERANCE = 1.6  # a value may exceed what its neighbours allow by this factor,
+    SLACK_US = 10.0  # and by this much: short calls are noisy
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        on_reading: Callable[[str], None] = lambda name: None,
+    ):
+        self.clock, self.on_reading = clock, on_reading
+        self.warnings: list[str] = []
+
+    def _warn(self, text: str) -> None:
+        self.warnings.append(text)
+        log.warning("calibration: %s", text)
+
+    def time_us(self, name: str, call: Call, repeats: int) -> float:
+        """Median of `repeats` calls; measured again while they disagree, the steadiest counts."""
+        self.on_reading(name)
+        for _ in range(self.WARMUP_CALLS):
+            call()
+        readings = [self._read(call, repeats)]
+        while readings[-1][0] > self.MAX_SPREAD and len(readings) < self.MAX_TRIES:
+            readings.append(self._read(call, repeats))
+        spread, median = min(readings)
+        if spread > self.MAX_SPREAD:
+            self._warn(
+                f"{name}: {len(readings)} measurements of {repeats} calls each stayed unsteady "
+                f"(middle half spreads over {spread:.0%} of the median {median:.0f} us)"
+            )
+        return round(median, 1)
+
+    def _read(self, call: Call, repeats: int) -> tuple[float, float]:
+        """(spread, median in us)."""
+        times = []
+        for _ in range(repeats):
+            begin = self.clock()
+            call()
+            times.append((self.clock() - begin) * 1e6)
+        low, median, high = np.percentile(times, (25, 50, 75))
+        return float((high - low) / max(median, 1e-9)), float(median)
+
+    def table(
+        self,
+        name: str,
+        rows: Sequence[int],
+        tokens: Sequence[int],
+        make_call: Callable[[int, int], Call],
+        repeats: int,
+    ) -> list[list[float]]:
+        """Medians [len(rows), len(tokens)]; outliers are measured again, the lower value counts,
+        because what disturbs a timing makes it longer."""
+
+        def measure(i: int, j: int) -> float:
+            label = f"{name}, {rows[i]} rows x {tokens[j]} tokens"
+            return self.time_us(label, make_call(rows[i], tokens[j]), repeats)
+
+        values = [[measure(i, j) for j in range(len(tokens))] for i in range(len(rows))]
+        seen: set[tuple[int, int]] = set()
+        for _ in range(self.MAX_TRIES):
+            found = [cell for cell in self.outliers(values, rows, tokens) if cell not in seen]
+            if not found:
+                break
+            for i, j in found:
+                seen.add((i, j))
+                again = measure(i, j)
+                confirmed = "; confirmed" if again > values[i][j] / self.TOLERANCE else ""
+                self._warn(
+                    f"{name}, {rows[i]} rows x {tokens[j]} tokens: {values[i][j]:.0f} us is far "
+                    f"off its neighbours; measured again: {again:.0f} us{confirmed}"
+                )
+                values[i][j] = min(values[i][j], again)
+        return values
+
+    def outliers(
+        self, values: list[list[float]], rows: Sequence[int], tokens: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """Cells that are longer than a cell with more work, or than the cell before scaled up by
+        the work's growth."""
+        cells = []
+        for i, j in itertools.product(range(len(rows)), range(len(tokens))):
+            limits = []
+            if i + 1 < len(rows):
+                limits.append(values[i + 1][j])
+            if j + 1 < len(tokens):
+                limits.append(values[i][j + 1])
+            if i > 0:
+                limits.append(values[i - 1][j] * rows[i] / rows[i - 1])
+            if j > 0:
+                limits.append(values[i][j - 1] * tokens[j] / tokens[j - 1])
+            if any(values[i][j] > self.TOLERANCE * limit + self.SLACK_US for limit in limits):
+                cells.append((i, j))
+        return cells
+
+
+def measure_cpu_profile(
+    model_config: ModelConfig, quick: bool = True, meter: Meter | None = None
+) -> dict:
+    """The profile that CostModel reads; a few seconds when quick, five times that otherwise."""
+    meter = meter or Meter()
+    heads, dim = model_config.num_kv_heads, model_config.head_dim
+    token_bytes = 2 * heads * dim * 4
+    longest = 2 * HOT_TOKENS[-1]
+    capacity = max(longest, ARENA_BYTES // token_bytes)
+    generator = torch.Generator().manual_seed(0)
+    arena = torch.randn(2, 1, capacity, heads, dim, generator=generator)
+    slots = torch.zeros(1, 1, dtype=torch.int32)
+    attention = CpuAttention(model_config, arena[0], arena[1], slots)
+    group, repeats = model_config.gqa_group_size, 5 if quick else 25
+    k, v = arena[0, 0], arena[1, 0]
+    starts = (i * 4099 % (capacity - HOT_TOKENS[-1]) for i in itertools.count())
+
+    def queries(rows: int) -> torch.Tensor:
+        return torch.randn(rows, model_config.num_qo_heads, dim, generator=generator)
+
+    def hot(variant: HotVariant) -> Callable[[int, int], Call]:
+        def make_call(rows: int, tokens: int) -> Call:
+            q, index, seen = queries(rows), np.arange(rows), np.array([tokens])
+
+            def call() -> None:
+                view = make_view(index, next(starts), seen, variant, heads, group)
+                attention.view_state(view, q, k, v)
+
+            return call
+
+        return make_call
+
+    def cold(rows: int, tokens: int) -> Call:
+        q, count = queries(rows), rows * tokens
+        attention.reserve_gather(count)
+        index = torch.randint(0, capacity, (count,), generator=generator, dtype=torch.int32)
+        bucket = Bucket(slice(0, rows), index, rows, tokens, torch.zeros(rows, 1, 1, tokens))
+        return lambda: attention.bucket_state(bucket, q, k, v)
+
+    def merge(rows: int) -> Call:
+        o, lse = queries(rows), torch.zeros(rows, model_config.num_qo_heads)
+        index = torch.arange(2 * rows).view(2, rows).T.contiguous()
+        o, lse = torch.cat([o, o]), torch.cat([lse, lse])
+        return lambda: merge_parts(o, lse, index)
+
+    flat, square = arena.view(-1), torch.randn(512, 512, generator=generator)
+    with torch.inference_mode():
+        for call in (  # threads start, libraries load, pages are touched
+            flat.sum,
+            lambda: square @ square,
+            hot(HotVariant.CASCADE)(ROWS[-1], HOT_TOKENS[-1]),
+            hot(HotVariant.GEMM)(ROWS[-1], HOT_TOKENS[-1]),
+            cold(ROWS[-1], COLD_TOKENS[-1]),
+        ):
+            for _ in range(3):
+                call()
+        read_us = meter.time_us("read", flat.sum, repeats)
+        square_us = meter.time_us("matrix product", lambda: square @ square, 4 * repeats)
+        return {
+            "version": VERSION,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "device": cpu_name(),
+            "num_threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "heads": [model_config.num_qo_heads, heads, dim],
+            "read_gb_per_s": flat.numel() * 4 / read_us / 1e3,
+            "gflops": 2 * 512**3 / square_us / 1e3,
+            "rows": ROWS,
+            "hot_tokens": HOT_TOKENS,
+            "cascade_us": meter.table(
+                "cascade", ROWS, HOT_TOKENS, hot(HotVariant.CASCADE), repeats
+            ),
+            "gemm_us": meter.table("gemm", ROWS, HOT_TOKENS, hot(HotVariant.GEMM), repeats),
+            "cold_tokens": COLD_TOKENS,
+            "cold_us": meter.table("cold", ROWS, COLD_TOKENS, cold, repeats),
+            "merge_us": [meter.time_us(f"merge, {r} rows", merge(r), 4 * repeats) for r in ROWS],
+            "warnings": meter.warnings,
+        }
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        return names[0] if names else platform.machine()
+    except OSError:
+        return platform.processor() or platform.machine()
+
+
+def profile_path(model_config: ModelConfig, num_threads: int = 0) -> Path:
+    """Where the profile of this machine, number of threads (0: torch's), torch and head geometry
+    is kept; it need not exist."""
+    m, threads = model_config, num_threads or torch.get_num_threads()
+    key = [VERSION, cpu_name(), threads, torch.__version__, m.num_qo_heads, m.num_kv_heads]
+    digest = hashlib.sha256(json.dumps([*key, m.head_dim]).encode()).hexdigest()[:16]
+    return Path.home() / ".cache" / "granikv" / f"cpu-{digest}.json"
+
+
+@contextmanager
+def torch_threads(num_threads: int):
+    """torch with so many threads inside; 0 leaves the number."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(num_threads or before)
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def store_profile(profile: dict, path: Path) -> None:
+    """Readers never see half a file. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{time.time_ns()}.tmp")
+    partial.write_text(json.dumps(profile, indent=1) + "\n")
+    partial.replace(path)
