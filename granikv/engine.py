@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from granikv import plan_log
 from granikv.cache.manager import CacheManager
 from granikv.config import EngineConfig
 from granikv.core import (
@@ -29,6 +30,7 @@ from granikv.cost_model import CostModel
 from granikv.dispatcher import Dispatcher
 from granikv.errors import AlreadyExists, InvalidArgument, Unavailable, Unsupported
 from granikv.executor.torch_executor import TorchExecutor
+from granikv.metrics import ENGINE_COUNTERS, PROBE_PREFIX, Histogram, Stats
 from granikv.models import load_model
 from granikv.sampling import Sampler
 from granikv.sampling_params import SamplingParams
@@ -85,16 +87,9 @@ class Engine:
         self._outputs: list[RequestOutput] = []
         self._launched: _Launched | None = None
         self._next_step = 0
-        self.counters: dict[str, float] = dict.fromkeys(
-            (
-                "requests", "prompt_tokens", "cached_tokens", "recomputed_tokens",
-                "generated_tokens", "steps", "failed_steps", "kv_bytes_read", "kv_bytes_flat",
-                "groups_cascade", "groups_gemm", "groups_flat", "predicted_us", "step_us",
-                "steps_compute", "steps_memory",
-                *(f'finished{{reason="{reason}"}}' for reason in FinishReason),
-            ),
-            0.0,
-        )  # fmt: skip
+        self._token_gaps = Histogram("inter_token_latency_seconds")
+        self._log_plan = plan_log.enabled()
+        self.counters: dict[str, float] = dict.fromkeys(ENGINE_COUNTERS, 0.0)
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -142,8 +137,7 @@ class Engine:
                 self.tokenizer, params.stop, params.include_stop_str_in_output
             )
         self.scheduler.add(request, self.clock())
-        self.counters["requests"] += 1
-        self.counters["prompt_tokens"] += request.prompt_len
+        self._count_request(request, requests=1, prompt_tokens=request.prompt_len)
 
     def _encode(self, prompt: str | Sequence[int] | np.ndarray) -> np.ndarray:
         if isinstance(prompt, str):
@@ -237,6 +231,15 @@ class Engine:
         self.counters[f"steps_{plan.regime}"] += 1
         for choice in plan.choices:
             self.counters[f"groups_{choice.variant}"] += 1
+        if self._log_plan:
+            plan_log.write(plan)
+
+    def _count_request(self, request: Request, **increments: float) -> None:
+        if not request.request_id.startswith(PROBE_PREFIX):
+            for name, value in increments.items():
+                self.counters[name] += value
+        elif request.finish_reason is not None:  # its tokens were counted with their step's
+            self.counters["generated_tokens"] -= len(request.output_token_ids)
 
     def _commit(self, launched: _Launched | None) -> None:
         if launched is None:
@@ -281,8 +284,13 @@ class Engine:
         request.output_token_ids.append(token)
         if request.first_token_time is None:
             request.first_token_time = now
-            self.counters["cached_tokens"] += request.num_cached_tokens
-            self.counters["recomputed_tokens"] += request.num_recomputed_tokens
+            self._count_request(
+                request,
+                cached_tokens=request.num_cached_tokens,
+                recomputed_tokens=request.num_recomputed_tokens,
+            )
+        elif request.last_token_time is not None:
+            self._token_gaps.observe(now - request.last_token_time)
         request.last_token_time = now
         made, params = len(request.output_token_ids), request.params
         is_end = token in self.eos_token_ids and not params.ignore_eos
@@ -335,34 +343,44 @@ class Engine:
             out.text += detokenizer.flush()
         out.finished, out.finish_reason, out.error = True, reason, request.error
         request.finish_reason = reason
-        self.counters[f'finished{{reason="{reason}"}}'] += 1
+        self._count_request(request, **{f'finished{{reason="{reason}"}}': 1})
         self.scheduler.remove(request)
         request.status = Status.FINISHED
         del self.requests[request.request_id]
 
     # --- state --------------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, float]:
-        """Counters since the start and gauges of now; lengths in tokens."""
+    def metrics(self) -> Stats:
+        """Counters since the start and gauges of now; lengths in tokens, times in their names."""
         running = list(self.scheduler.running)
         usage = self.cache.usage(running)
         free = usage["free"]
-        return {
-            **self.counters,
-            **self.cache.counters,
-            "preemptions": self.scheduler.num_preemptions,
-            "active_requests": len(self.requests),
-            "running_requests": len(running),
-            "waiting_requests": len(self.scheduler.waiting),
-            "prefill_requests": sum(not r.num_scheduled_output for r in running),
-            "max_requests": self.config.max_requests,
-            "capacity_tokens": usage["capacity"],
-            "free_tokens": free,
-            "used_tokens": usage["capacity"] - free,
-            "used_fraction": 1.0 - free / usage["capacity"],
-            "tokens_per_block": 1,
-            **{f"kv_{key}_tokens": value for key, value in usage.items()},
-        }
+        return Stats(
+            counters={
+                **self.counters,
+                **self.cache.counters,
+                **self._token_gaps.counters(),
+                "preemptions": self.scheduler.num_preemptions,
+            },
+            gauges={
+                "active_requests": len(self.requests),
+                "running_requests": len(running),
+                "waiting_requests": len(self.scheduler.waiting),
+                "prefill_requests": sum(not r.num_scheduled_output for r in running),
+                "max_requests": self.config.max_requests,
+                "capacity_tokens": usage["capacity"],
+                "free_tokens": free,
+                "used_tokens": usage["capacity"] - free,
+                "used_fraction": 1.0 - free / usage["capacity"],
+                "tokens_per_block": 1,
+                "kv_bytes": usage["capacity"] * self.model_config.kv_bytes_per_token(),
+                **{f"kv_{key}_tokens": value for key, value in usage.items()},
+            },
+        )
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges of `metrics` in one dictionary."""
+        return self.metrics().merged()
 
     def close(self) -> None:
         for request in list(self.requests.values()):

@@ -22,6 +22,7 @@ from pathlib import Path
 import zmq
 
 from granikv.errors import Unavailable
+from granikv.metrics import Stats
 from granikv.serving import wire
 from granikv.serving.settings import ServingSettings
 
@@ -35,7 +36,7 @@ class EngineClient:
         self,
         settings: ServingSettings,
         on_outputs: Callable[[list[wire.Output]], None],
-        on_stats: Callable[[dict[str, float]], None],
+        on_stats: Callable[[Stats], None],
         on_death: Callable[[str], None],
     ):
         self.settings = settings

@@ -211,7 +211,7 @@ class EngineLoop:
         stats = None
         if now >= self.stats_due:
             self.stats_due = now + STATS_PERIOD_S
-            stats = {name: float(value) for name, value in self.engine.stats().items()}
+            stats = self.engine.metrics()
         if outputs or stats is not None:
             self.reports.send(wire.encode(wire.Batch(self.step_count, outputs, stats)))
 

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from granikv.env import read as read_variable
 from granikv.errors import GraniKVError, InvalidArgument, Unavailable
+from granikv.metrics import PROBE_PREFIX
 from granikv.serving.settings import default_python, parse_assignments
 from granikv.serving.tritonserver import (
     ServerAddress,
@@ -157,7 +158,7 @@ class ServerHandle:
 
     def probe(self, timeout_s: float = 30.0) -> str:
         """One inference of one token. Raises Unavailable."""
-        body = {"id": f"granikv-probe-{uuid.uuid4().hex}", "text_input": "ready?", "max_tokens": 1}
+        body = {"id": f"{PROBE_PREFIX}-{uuid.uuid4().hex}", "text_input": "ready?", "max_tokens": 1}
         request = urllib.request.Request(
             f"{self.address.http_url}/v2/models/{MODEL}/generate", json.dumps(body).encode()
         )

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from granikv.errors import AlreadyExists, InvalidArgument, Unavailable
+from granikv.metrics import PROBE_PREFIX, Stats
 from granikv.serving import wire
 from granikv.serving.engine_client import EngineClient
 from granikv.serving.request_inputs import Row, RowReader, read_row
@@ -26,7 +27,6 @@ from granikv.serving.settings import ServingSettings
 from granikv.serving.triton_metrics import TritonMetrics
 
 logger = logging.getLogger(__name__)
-PROBE_PREFIX = "granikv-probe"  # requests of the launcher: in no histogram
 WATCH_PERIOD_S = 0.02
 
 
@@ -54,7 +54,7 @@ class TritonAdapter:
         self.calls: dict[str, Call] = {}  # by the client's id
         self.owners: dict[str, Call] = {}  # by engine id
         self.finished: deque[wire.Output] = deque()
-        self.stats: dict[str, float] | None = None
+        self.stats: Stats | None = None
         self.stopping = False
         self.metrics = TritonMetrics(pb_utils)
         self.client = EngineClient(settings, self.on_outputs, self.on_stats, self.on_death)
@@ -211,7 +211,7 @@ class TritonAdapter:
         codes = self.pb_utils.TritonError
         return codes(f"{code}: {text}", getattr(codes, code, codes.INTERNAL))
 
-    def on_stats(self, stats: dict[str, float]) -> None:
+    def on_stats(self, stats: Stats) -> None:
         self.stats = stats
 
     def on_death(self, reason: str) -> None:
@@ -260,9 +260,12 @@ class TritonAdapter:
                 self.metrics.observe_finished(output)
         stats, self.stats = self.stats, None
         if stats is not None:
-            serving = {"serving_live_calls": len(self.calls), "serving_live_rows": len(self.owners)}
-            age = {"engine_step_age_seconds": self.client.heartbeat.step_s}
-            self.metrics.set_stats(stats | serving | age)
+            stats.gauges |= {
+                "serving_live_calls": len(self.calls),
+                "serving_live_rows": len(self.owners),
+                "engine_step_age_seconds": self.client.heartbeat.step_s,
+            }
+            self.metrics.set_stats(stats)
 
     def close(self) -> None:
         """Answer what is in flight with UNAVAILABLE and end the engine process."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from granikv.metrics import Stats
+
 
 class Add(msgspec.Struct, array_like=True, tag=0, frozen=True):
     """One request. `sampling` holds the fields of SamplingParams that differ from its defaults."""
@@ -67,7 +69,7 @@ class Batch(msgspec.Struct, array_like=True, tag=0):
 
     step: int
     outputs: list[Output]
-    stats: dict[str, float] | None = None
+    stats: Stats | None = None
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag=1):

@@ -13,6 +13,7 @@ import time
 from granikv.config import EngineConfig
 from granikv.core import FinishReason, RequestOutput
 from granikv.errors import AlreadyExists, InvalidArgument, Unavailable
+from granikv.metrics import Histogram, Stats
 from granikv.sampling_params import SamplingParams
 
 
@@ -25,6 +26,7 @@ class FakeRequest:
         self.arrival_time = time.monotonic()
         self.scheduled: float | None = None
         self.first: float | None = None
+        self.last: float | None = None
         self.num_output = 0
         self.is_aborted = False
 
@@ -34,6 +36,7 @@ class FakeEngine:
         self.config = config
         self.max_seq_len = config.max_seq_len or 1024
         self.requests: dict[str, FakeRequest] = {}
+        self.token_gaps = Histogram("inter_token_latency_seconds")
         self.num_output_tokens = self.num_prompt_tokens = self.num_steps = self.num_aborted = 0
 
     def add_request(
@@ -97,6 +100,9 @@ class FakeEngine:
         words = itertools.islice(itertools.cycle(request.words), request.num_output, None)
         word = next(words)
         request.num_output += 1
+        if request.last is not None:
+            self.token_gaps.observe(now - request.last)
+        request.last = now
         self.num_output_tokens += 1
         request.first = request.first or now
         request.scheduled = request.scheduled or now
@@ -114,19 +120,24 @@ class FakeEngine:
             output.finished, output.finish_reason = True, FinishReason.LENGTH
         return output
 
-    def stats(self) -> dict[str, float]:
-        return {
-            "active_requests": len(self.requests),
-            "running_requests": len(self.requests),
-            "waiting_requests": 0,
-            "max_requests": self.config.max_requests,
-            "capacity_tokens": self.config.capacity_tokens,
-            "prompt_tokens_total": self.num_prompt_tokens,
-            "output_tokens_total": self.num_output_tokens,
-            "aborted_total": self.num_aborted,
-            "steps_total": self.num_steps,
-            'choices_total{path="cascade"}': self.num_steps,
-        }
+    def metrics(self) -> Stats:
+        return Stats(
+            counters={
+                "prompt_tokens": self.num_prompt_tokens,
+                "generated_tokens": self.num_output_tokens,
+                "aborted": self.num_aborted,
+                "steps": self.num_steps,
+                'groups{path="cascade"}': self.num_steps,
+                **self.token_gaps.counters(),
+            },
+            gauges={
+                "active_requests": len(self.requests),
+                "running_requests": len(self.requests),
+                "waiting_requests": 0,
+                "max_requests": self.config.max_requests,
+                "capacity_tokens": self.config.capacity_tokens,
+            },
+        )
 
     def close(self) -> None:
         self.requests.clear()

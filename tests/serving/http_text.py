@@ -19,10 +19,14 @@ def post(url: str, body: dict | bytes, timeout_s: float = 10.0) -> tuple[int, st
         return error.code, error.read().decode()
 
 
+def read_text(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=5) as response:
+        return response.read().decode()
+
+
 def read_metrics(url: str) -> dict[str, float]:
     """Series, with labels, to value."""
-    with urllib.request.urlopen(url, timeout=5) as response:
-        lines = response.read().decode().splitlines()
+    lines = read_text(url).splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
     return {name: float(value) for name, value in pairs}
 

@@ -77,12 +77,12 @@ def test_c40_generation_stops_after_a_disconnect(server):
                 stream.receive()
         else:
             time.sleep(0.1)
-        aborted = metric(server, "nv_granikv_aborted_total")
+        aborted = metric(server, "nv_granikv_aborted")
         stream.close(cancel=True)
-        assert wait_until(lambda n=aborted: metric(server, "nv_granikv_aborted_total") > n, 2)
-        tokens = metric(server, "nv_granikv_output_tokens_total")
+        assert wait_until(lambda n=aborted: metric(server, "nv_granikv_aborted") > n, 2)
+        tokens = metric(server, "nv_granikv_generated_tokens")
         time.sleep(0.5)
-        assert metric(server, "nv_granikv_output_tokens_total") == tokens
+        assert metric(server, "nv_granikv_generated_tokens") == tokens
 
 
 def test_c40_generation_stops_after_an_http_hang_up(server):
@@ -92,10 +92,10 @@ def test_c40_generation_stops_after_an_http_hang_up(server):
     connection.request("POST", "/v2/models/granikv/generate_stream", json.dumps(body))
     response = connection.getresponse()
     assert response.readline().startswith(b"data:")
-    aborted = metric(server, "nv_granikv_aborted_total")
+    aborted = metric(server, "nv_granikv_aborted")
     response.close()
     connection.close()
-    assert wait_until(lambda: metric(server, "nv_granikv_aborted_total") > aborted, 3)
+    assert wait_until(lambda: metric(server, "nv_granikv_aborted") > aborted, 3)
 
 
 def test_c41_cancel_with_log_probs(server):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
 from tests.serving.grpc_stream import Stream, ask
-from tests.serving.http_text import post, read_metrics, wait_until
+from tests.serving.http_text import post, read_metrics, read_text, wait_until
 
 
 def refuse(server, code: str, *words: str, **values) -> None:
@@ -244,10 +245,45 @@ def test_metrics(server):
     names = (
         'nv_trt_llm_request_metrics{request_type="active"}',
         'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max"}',
-        "nv_granikv_output_tokens_total",
+        "nv_granikv_generated_tokens",
         "nv_granikv_time_to_first_token_seconds_count",
         "nv_granikv_queue_time_seconds_count",
         "nv_llm_input_token_len_count",
     )
     url = server.address.metrics_url
     assert wait_until(lambda: all(name in read_metrics(url) for name in names))
+
+
+def test_metric_kinds_are_those_that_the_engine_declared(server):
+    ask(server.address.grpc_url, text_input=b"a b", max_tokens=3)
+    url = server.address.metrics_url
+    kinds = {
+        "nv_granikv_generated_tokens": "counter",
+        "nv_granikv_steps": "counter",
+        "nv_granikv_groups": "counter",
+        "nv_granikv_inter_token_latency_seconds_bucket": "counter",
+        "nv_granikv_inter_token_latency_seconds_count": "counter",
+        "nv_granikv_time_to_first_token_seconds": "histogram",
+        "nv_granikv_active_requests": "gauge",
+        "nv_granikv_serving_live_calls": "gauge",
+    }
+    lines = [f"# TYPE {name} {kind}" for name, kind in kinds.items()]
+    assert wait_until(lambda: all(line in read_text(url) for line in lines))
+
+
+def test_inter_token_latency_counts_every_gap(server):
+    name = "nv_granikv_inter_token_latency_seconds"
+    url = server.address.metrics_url
+
+    def read():
+        series = read_metrics(url)
+        found = {k: v for k, v in series.items() if k.startswith(f"{name}_bucket")}
+        bounds = {float(k.split('"')[1]): v for k, v in found.items()}
+        return series.get(f"{name}_count", 0), [bounds[b] for b in sorted(bounds)]
+
+    time.sleep(0.5)  # what earlier tests left
+    before, _ = read()
+    ask(server.address.grpc_url, text_input=b"a b step_ms=30", max_tokens=6)
+    assert wait_until(lambda: read()[0] == before + 5)
+    count, buckets = read()
+    assert buckets == sorted(buckets) and buckets[-1] == count
