@@ -17,6 +17,12 @@ from granikv import env
 from granikv.config import EngineConfig
 from granikv.errors import InvalidArgument
 
+JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+}
 DEFAULT_ENGINE_CLASS = "granikv.engine:Engine"
 
 
@@ -45,15 +51,24 @@ def parse_engine_config(text: str, source: str) -> dict:
 
 def check_engine_fields(fields: dict, source: str) -> dict:
     """`fields` itself. Raises InvalidArgument for one that EngineConfig does not have."""
-    known = {f.name for f in dataclasses.fields(EngineConfig)}
+    known = {f.name: str(f.type) for f in dataclasses.fields(EngineConfig)}
     for name in fields:
         if name not in known:
             raise InvalidArgument(f"{source}: {name}", fields[name], f"one of {sorted(known)}")
+        expected = known[name].partition(" ")[0]  # "str | None": a string
+        value, types = fields[name], JSON_TYPES[expected]
+        if value is None and "None" in known[name]:
+            continue
+        if not isinstance(value, types) or isinstance(value, bool) != (expected == "bool"):
+            raise InvalidArgument(f"{source}: {name}", value, f"a value of type {expected}")
     return fields
 
 
 def parse_assignments(assignments: list[str]) -> dict:
-    """`key=value` pairs; a value that is JSON counts as such, anything else is a string."""
+    """`key=value` pairs; a value that is JSON counts as such, anything else is a string.
+
+    Raises InvalidArgument for an unknown field or a value that EngineConfig refuses.
+    """
     fields = {}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
@@ -63,7 +78,9 @@ def parse_assignments(assignments: list[str]) -> dict:
             fields[name] = json.loads(value)
         except json.JSONDecodeError:
             fields[name] = value
-    return parse_engine_config(json.dumps(fields), "--set")
+    fields = check_engine_fields(fields, "--set")
+    EngineConfig(**fields)
+    return fields
 
 
 def default_python() -> str:

@@ -69,7 +69,7 @@ def test_unsteady_repeats_are_repeated_until_steady():
 def test_unsteady_for_ever_is_a_warning():
     machine = Machine({(16, 64): [1.0, 1.0, *[1.0, 5.0, 9.0, 1.3, 1.2] * 40]})
     meter = Meter(machine.clock)
-    meter.time_us("cell", machine.cell(16, 64), 5)
+    assert meter.time_us("cell", machine.cell(16, 64), 5) == pytest.approx(70.5, abs=0.1)
     assert "cell: 4 measurements of 5 calls each stayed unsteady" in meter.warnings[0]
 
 
@@ -78,3 +78,26 @@ def test_names_are_reported_for_the_progress_display():
     meter = Meter(lambda: 0.0, names.append)
     meter.table("cold", [1, 2], [3, 4], lambda rows, tokens: lambda: None, 1)
     assert names[0] == "cold, 1 rows x 3 tokens" and len(names) == 4
+
+
+def test_a_table_made_while_the_machine_was_slow_is_made_again():
+    machine = Machine()
+    meter = Meter(machine.clock)
+    reference_us = [100.0] * 9 + [900.0] * 9 + [105.0] * 9
+
+    def reference() -> None:
+        machine.now += reference_us.pop(0) / 1e6
+
+    meter.set_reference(reference)
+    num_cells = len(ROWS) * len(TOKENS)
+    slow = iter([30.0] * num_cells * (Meter.WARMUP_CALLS + 5) + [1.0] * 1000)
+
+    def cell(rows: int, tokens: int):
+        def call() -> None:
+            machine.now += (50 + rows * tokens * 0.02) * next(slow) / 1e6
+
+        return call
+
+    assert meter.table("gemm", ROWS, TOKENS, cell, repeats=5) == TRUE
+    (warning,) = meter.warnings
+    assert "9.0 times slower than before; measured again" in warning and not reference_us

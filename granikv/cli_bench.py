@@ -1,0 +1,174 @@
+"""The bench commands: workloads and options in, table and result file out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from granikv.cli_common import ModelPath, Settings, clear_errors
+
+bench = typer.Typer(
+    no_args_is_help=True,
+    help="Benchmarks; --json FILE keeps the result.",
+    pretty_exceptions_enable=False,
+)
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the result file here.")
+]
+
+
+def _finish(cases: list, title: str, json_file: Path | None) -> None:
+    from granikv.bench.harness import result_record, write_json
+    from granikv.bench.report import print_cases
+
+    print_cases(cases, title)
+    if json_file is not None:
+        write_json(json_file, result_record(cases))
+
+
+@bench.command("cache")
+def bench_cache(
+    trace: Annotated[
+        list[Path],
+        typer.Option(metavar="FILE", help="Request trace (.jsonl or .json); may be repeated."),
+    ],
+    capacity_tokens: Annotated[int, typer.Option(min=32, help="Size of both caches.")] = 262144,
+    max_running: Annotated[int, typer.Option(min=1, help="Requests that live at once.")] = 64,
+    max_requests: Annotated[int, typer.Option(min=0, help="0: the whole trace.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Replay request traces: token hit rate against LRU pages. No model."""
+    with clear_errors():
+        from granikv.bench.cache import ReplayConfig, run_cache_bench
+        from granikv.bench.workloads import load_trace
+
+        config = ReplayConfig(capacity_tokens=capacity_tokens, max_running=max_running)
+        cases = []
+        for path in trace:
+            cases += run_cache_bench(load_trace(path, max_requests=max_requests), config)
+        _finish(cases, "Cache", json_file)
+
+
+@bench.command("decode")
+def bench_decode(
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Requests in a step; may be repeated.")
+    ] = None,
+    prefix_len: Annotated[int, typer.Option(min=1, help="Tokens that all share.")] = 1024,
+    suffix_len: Annotated[int, typer.Option(min=1, help="Private tokens of each.")] = 32,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Steps of one generation.")] = 16,
+    model: ModelPath = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Decode steps end to end, in this process: GraniKV's layout against uniform paging."""
+    with clear_errors():
+        from granikv.bench.decode import run_decode_bench
+
+        cases = run_decode_bench(batch or [8], prefix_len, suffix_len, max_tokens, model)
+        _finish(cases, "Decode", json_file)
+
+
+@bench.command("host")
+def bench_host(
+    num_requests: Annotated[int, typer.Option(min=1, help="Requests in every step.")] = 256,
+    num_groups: Annotated[int, typer.Option(min=1, help="Groups with a prefix each.")] = 64,
+    num_steps: Annotated[int, typer.Option(min=1, help="Steps measured per case.")] = 300,
+    json_file: JsonFile = None,
+) -> None:
+    """Host time of a decode step (schedule, plan, commit), without a model."""
+    with clear_errors():
+        from granikv.bench.host import run_host_bench
+
+        cases = run_host_bench(num_requests, num_groups, num_steps=num_steps)
+        _finish(cases, "Host time of a decode step, us", json_file)
+
+
+@bench.command("attention")
+def bench_attention(json_file: JsonFile = None) -> None:
+    """Attention kernels on a GPU, against other libraries and torch."""
+    with clear_errors():
+        import torch
+
+        from granikv.errors import Unavailable, Unsupported
+
+        if not torch.cuda.is_available():
+            raise Unavailable("bench attention: no CUDA device here, and it measures GPU kernels")
+        try:
+            from granikv.bench.attention import run_attention_bench
+        except ModuleNotFoundError as error:
+            raise Unsupported(f"bench attention: not in this build ({error})") from None
+
+        _finish(run_attention_bench(), "Attention", json_file)
+
+
+@bench.command("serve")
+def bench_serve(
+    agents: Annotated[int, typer.Option(min=1, help="Agents of each group.")] = 8,
+    groups: Annotated[
+        int, typer.Option(min=1, help="Groups; each shares a prefix of its own.")
+    ] = 1,
+    prefix_len: Annotated[int, typer.Option(min=1, help="Tokens that a group shares.")] = 1024,
+    suffix_len: Annotated[
+        int, typer.Option(min=1, help="Tokens behind them, of each request.")
+    ] = 32,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 32,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Requests of each agent in a measurement.")
+    ] = 2,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, help="Requests at once; may be repeated. All agents if no load is given."
+        ),
+    ] = None,
+    request_rate: Annotated[
+        list[float] | None, typer.Option(help="Requests per second (Poisson); may be repeated.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Request trace that replaces the agents' description.")
+    ] = None,
+    trace_speed: Annotated[
+        float | None, typer.Option(help="Send at the trace's times, so many times as fast.")
+    ] = None,
+    max_requests: Annotated[int, typer.Option(min=0, help="Of the trace; 0: all.")] = 0,
+    max_prompt_len: Annotated[
+        int, typer.Option(min=0, help="Cut the trace's prompts; 0: do not.")
+    ] = 0,
+    max_output_len: Annotated[
+        int, typer.Option(min=0, help="Cut the trace's answers; 0: do not.")
+    ] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each load and layout.")] = 2,
+    model: ModelPath = None,
+    settings: Settings = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Load through Triton with perf_analyzer: GraniKV's layout against uniform paging, in turns."""
+    with clear_errors():
+        from granikv.bench.serve import run_serve_bench
+        from granikv.bench.serve_workload import AgentsWorkload, TraceWorkload
+        from granikv.bench.workloads import load_trace
+        from granikv.serving.perf_analyzer import Load
+        from granikv.serving.settings import parse_assignments
+
+        workload: AgentsWorkload | TraceWorkload
+        if trace is None:
+            sizes = (agents,) * groups
+            workload = AgentsWorkload(sizes, prefix_len, suffix_len, output_len, rounds)
+        else:
+            requests = load_trace(trace, max_requests=max_requests)
+            workload = TraceWorkload(requests, max_prompt_len, max_output_len)
+        loads = [Load(number) for number in concurrency or ()]
+        loads += [Load(None, request_rate=rate) for rate in request_rate or ()]
+        if not loads and trace_speed is None:
+            loads = [Load(agents * groups)]
+        cases = run_serve_bench(
+            workload,
+            loads,
+            model=model,
+            engine_config=parse_assignments(settings or []),
+            repeats=repeats,
+            trace_speed=trace_speed,
+        )
+        _finish(cases, "Serve", json_file)
