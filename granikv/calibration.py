@@ -157,10 +157,7 @@ class Meter:
 
         values = [[measure(i, j) for j in range(len(tokens))] for i in range(len(rows))]
         seen: set[tuple[int, int]] = set()
-        for _ in range(self.MAX_TRIES):
-            found = [cell for cell in self.outliers(values, rows, tokens) if cell not in seen]
-            if not found:
-                break
+        while found := [c for c in self.outliers(values, rows, tokens) if c not in seen]:
             for i, j in found:
                 seen.add((i, j))
                 call = make_call(rows[i], tokens[j])

@@ -171,11 +171,13 @@ def inspect(
         if url is not None:
             sections = inspection.describe_server(inspection.read_series(url))
         else:
-            sections = inspection.safe_describe(engine_config(settings, model))
+            sections = inspection.describe(engine_config(settings, model))
         if as_json:
             print(json.dumps(sections, indent=1, default=str))
         else:
             print_sections(sections)
+    if "error" in sections.get("model", {}):
+        raise typer.Exit(2)
 
 
 if __name__ == "__main__":

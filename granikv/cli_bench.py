@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +19,17 @@ bench = typer.Typer(
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the result file here.")
 ]
+
+
+@contextlib.contextmanager
+def _in_this_build(name: str) -> Iterator[None]:
+    """A benchmark whose module is not there is an error with a name."""
+    from granikv.errors import Unsupported
+
+    try:
+        yield
+    except ImportError as error:
+        raise Unsupported(f"bench {name}: not in this build ({error})") from None
 
 
 def _finish(cases: list, title: str, json_file: Path | None) -> None:
@@ -79,7 +92,8 @@ def bench_host(
 ) -> None:
     """Host time of a decode step (schedule, plan, commit), without a model."""
     with clear_errors():
-        from granikv.bench.host import run_host_bench
+        with _in_this_build("host"):
+            from granikv.bench.host import run_host_bench
 
         cases = run_host_bench(num_requests, num_groups, num_steps=num_steps)
         _finish(cases, "Host time of a decode step, us", json_file)
@@ -91,14 +105,12 @@ def bench_attention(json_file: JsonFile = None) -> None:
     with clear_errors():
         import torch
 
-        from granikv.errors import Unavailable, Unsupported
+        from granikv.errors import Unavailable
 
         if not torch.cuda.is_available():
             raise Unavailable("bench attention: no CUDA device here, and it measures GPU kernels")
-        try:
+        with _in_this_build("attention"):
             from granikv.bench.attention import run_attention_bench
-        except ModuleNotFoundError as error:
-            raise Unsupported(f"bench attention: not in this build ({error})") from None
 
         _finish(run_attention_bench(), "Attention", json_file)
 

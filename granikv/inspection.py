@@ -19,7 +19,7 @@ from pathlib import Path
 from granikv import calibration, env
 from granikv.config import EngineConfig, ModelConfig
 from granikv.cost_model import DEFAULT_PROFILE
-from granikv.errors import GraniKVError, InvalidArgument, Unavailable
+from granikv.errors import InvalidArgument, ModelFileError, Unavailable, Unsupported
 from granikv.models import find_model, load_config
 
 TYPICAL_REQUEST_TOKENS = 2048
@@ -36,17 +36,20 @@ def package_version(name: str = "granikv") -> str:
 
 
 def describe(config: EngineConfig) -> dict[str, dict[str, object]]:
-    """All sections of `granikv inspect`. Raises ModelFileError or Unsupported for the model."""
-    path = find_model(config.model)
-    model = load_config(path)
-    return {
-        "model": {
-            "path": str(path),
-            "embedded": config.model is None,
-            **{f.name: getattr(model, f.name) for f in dataclasses.fields(ModelConfig)},
-        },
-        "KV cache": kv_facts(config, model),
-        "hardware profile": profile_facts(config, model),
+    """All sections of `granikv inspect`; of a model that cannot be read, the `error`.
+
+    Raises InvalidArgument for an unreadable environment variable."""
+    sections: dict[str, dict[str, object]] = {}
+    try:
+        path = find_model(config.model)
+        model = load_config(path)
+        shape = {f.name: getattr(model, f.name) for f in dataclasses.fields(ModelConfig)}
+        sections["model"] = {"path": str(path), "embedded": config.model is None, **shape}
+        sections["KV cache"] = kv_facts(config, model)
+        sections["hardware profile"] = profile_facts(config, model)
+    except (ModelFileError, Unsupported) as error:
+        sections["model"] = {"error": str(error)}
+    return sections | {
         "versions": versions(),
         "environment": {name: str(v) for name in env.VARIABLES if (v := env.read(name))},
         "engine configuration": dataclasses.asdict(config),
@@ -210,15 +213,3 @@ def _quantile(series: dict[str, float], name: str, q: float) -> str:
     if not buckets or not buckets[-1][1]:
         return "-"
     return next(f"{bound:g}" for bound, count in buckets if count >= q * buckets[-1][1])
-
-
-def safe_describe(config: EngineConfig) -> dict[str, dict[str, object]]:
-    """Like describe; a model that cannot be read is reported, the rest is still shown."""
-    try:
-        return describe(config)
-    except GraniKVError as error:
-        return {
-            "model": {"error": str(error)},
-            "versions": versions(),
-            "engine configuration": dataclasses.asdict(config),
-        }

@@ -13,6 +13,8 @@ from granikv.calibration import Meter
 from granikv.cost_model import CostModel
 from granikv.models import load_config
 
+MAX_SHOWN_WARNINGS = 5
+
 
 def run_calibration(
     model: str | None,
@@ -67,5 +69,11 @@ def print_profile(profile: dict, console: Console) -> None:
         pairs = zip(profile["cascade_us"][i], profile["gemm_us"][i], strict=True)
         table.add_row(str(rows), *(f"{a:.0f} / {b:.0f}" for a, b in pairs))
     console.print(table)
-    for text in profile.get("warnings", ()):
+    warnings = profile.get("warnings", ())
+    for text in warnings[:MAX_SHOWN_WARNINGS]:
         console.print(f"[yellow]warning:[/yellow] {text}", highlight=False)
+    if len(warnings) > MAX_SHOWN_WARNINGS:
+        console.print(
+            f"and {len(warnings) - MAX_SHOWN_WARNINGS} more, in the profile: this machine is too "
+            "busy for a good one, repeat when it is quiet"
+        )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
 import shutil
+import subprocess
 import sys
 import time
 import urllib.request
@@ -14,6 +17,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
 from grpc_stream import Stream
 
+from granikv.chat import Chat, local_answer
 from granikv.text import load_tokenizer
 
 pytestmark = pytest.mark.timeout(240)
@@ -28,7 +32,8 @@ def server(tmp_path_factory):
 
     log = tmp_path_factory.mktemp("triton") / "server.log"
     config = {"capacity_tokens": 16384, "max_seq_len": 4096, "debug_checks": True}
-    with running_server(config, log_path=log, start_timeout_s=120.0) as handle:
+    plan_log = {"GRANIKV_LOG_PLAN": "1"}
+    with running_server(config, log_path=log, env=plan_log, start_timeout_s=120.0) as handle:
         yield handle
 
 
@@ -97,6 +102,51 @@ def test_c59_one_bad_length_among_seven_good(server):
         (error,) = stream.answers[""].errors
     assert "INVALID_ARG" in error and "max_tokens" in error and "5000" in error
     assert sum(stream.answers[f"good{i}"].is_final for i in range(7)) == 7
+
+
+def granikv(*arguments, text=None):
+    command = [sys.executable, "-m", "granikv.cli", *arguments]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_granikv_chat_answers_lines_of_its_input(server):
+    prompt = Chat(load_tokenizer(None), lambda *_: "").prompt
+    assert "4" not in chat("What is 2+2?") and "4" not in prompt()
+    text = granikv("chat", "--url", server.address.grpc_url, text="What is 2+2?\n")
+    assert "4" in text and len(text.splitlines()) == 1
+
+
+def test_granikv_chat_needs_no_server():
+    with local_answer(None) as answer:
+        pieces = []
+        text = Chat(load_tokenizer(None), answer).ask("What is 2+2?", 32, pieces.append)
+    assert "4" in text and "".join(pieces) == text
+
+
+def test_granikv_inspect_shows_the_running_server(server):
+    url = f"127.0.0.1:{server.address.metrics_port}"
+    sections = json.loads(granikv("inspect", "--url", url, "--json"))
+    assert sections["since the start"]["generated tokens"] > 0
+    assert sections["requests"]["at most running"] == 256
+    assert float(sections["latency"]["inter-token, mean s"]) > 0
+    assert "tritonclient" in granikv("inspect")
+
+
+def test_the_plan_log_names_choices_and_reasons(server):
+    lines = [x for x in server.log_path.read_text().splitlines() if x.startswith("plan: step")]
+    assert any("decode rows" in x and "-bound" in x for x in lines)
+    assert any(re.search(r"prefix \[\d+, \d+\) x \d+ rows -> \w+: .* us", x) for x in lines)
+
+
+def test_probes_are_in_no_counter_of_requests(server):
+    series = ("nv_granikv_requests", "nv_granikv_finished", "nv_granikv_prompt_tokens")
+    before = [metric(server, name) for name in series]
+    for _ in range(3):
+        server.probe()
+    time.sleep(1.0)
+    assert [metric(server, name) for name in series] == before
 
 
 def test_nothing_is_left_behind(server):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import start_server
+from conftest import FAKE_ENV, start_server
 
 from granikv.errors import NotFound, Unavailable
 from granikv.serving.perf_analyzer import (
@@ -82,3 +82,34 @@ def test_perf_analyzer_measures_streams(tmp_path):
             assert report["itl_p50_s"] > 0.009
             assert report["ttft_p50_s"] < report["latency_p50_s"]
             assert report["responses_per_s"] > report["requests_per_s"]
+
+
+def test_bench_serve_measures_both_layouts_in_turns(tmp_path, monkeypatch):
+    from rich.console import Console
+
+    from granikv.bench import serve
+    from granikv.bench.serve_workload import AgentsWorkload
+    from tests.unit.test_bench_serve import WordTokenizer
+
+    try:
+        find_perf_analyzer()
+    except NotFound as error:
+        pytest.skip(str(error))
+    for name, value in FAKE_ENV.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(serve, "load_tokenizer", lambda model: WordTokenizer())
+    workload = AgentsWorkload((3,), prefix_len=20, suffix_len=4, output_len=5, rounds=1)
+    loads = [Load(2), Load(None, request_rate=20.0)]
+    console = Console(file=(tmp_path / "console").open("w"))
+    cases = serve.run_serve_bench(
+        workload, loads, repeats=2, log_folder=tmp_path, console=console, timeout_s=60
+    )
+    assert [case.params["load"] for case in cases] == ["concurrency 2", "20 requests/s"]
+    for case in cases:
+        assert case.baseline == "uniform-paging" and case.metrics["same_answers"] == 1.0
+        assert case.metrics["num_requests"] >= 6 and case.baseline_metrics["num_requests"] >= 6
+        assert case.ratio == case.metrics["tokens_per_s"] / case.baseline_metrics["tokens_per_s"]
+        assert case.metrics["itl_p99_s"] >= case.metrics["itl_p50_s"]
+    lines = (tmp_path / "console").read_text()
+    assert lines.index("asymmetric, run 1") < lines.index("uniform, run 1")
+    assert lines.index("uniform, run 2") < lines.index("asymmetric, run 2")

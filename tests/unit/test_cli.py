@@ -1,0 +1,169 @@
+"""The command line as a newcomer meets it: help, versions, and errors of one line."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from granikv import chat, inspection
+from granikv.cli import app
+from granikv.errors import InvalidArgument, Unavailable
+
+COMMANDS = typer.main.get_command(app)
+LEAVES = {
+    **{n: c for n, c in COMMANDS.commands.items() if n != "bench"},
+    **{f"bench {n}": c for n, c in COMMANDS.commands["bench"].commands.items()},
+}
+
+
+def run(*arguments, **kwargs):
+    return CliRunner().invoke(app, list(arguments), **kwargs)
+
+
+def test_the_commands_that_users_rely_on_exist():
+    assert {"demo", "serve", "chat", "calibrate", "inspect"} <= set(LEAVES)
+    assert {f"bench {n}" for n in ("cache", "attention", "decode", "serve", "host")} <= set(LEAVES)
+
+
+@pytest.mark.parametrize("name", sorted(LEAVES))
+def test_every_command_and_option_has_a_help_text(name):
+    command = LEAVES[name]
+    assert command.help
+    for parameter in command.params:
+        assert getattr(parameter, "help", None), f"{name}: {parameter.name}"
+    assert run(*name.split(), "--help").exit_code == 0
+
+
+def test_version():
+    result = run("--version")
+    assert result.exit_code == 0 and result.output.startswith("granikv 0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ("serve --model /nowhere", 2, "/nowhere"),
+        ("serve --set max_requests=0", 2, "max_requests"),
+        ("serve --set max_requests=many", 2, "max_requests: expected a value of type int"),
+        ("serve --http-port 99999", 2, "65535"),
+        ("inspect --set nonsense", 2, "key=value"),
+        ("inspect --set no_such=1", 2, "no_such"),
+        ("inspect --model /nowhere", 2, "/nowhere"),
+        ("inspect --url nonsense", 2, "host:port"),
+        ("inspect --url 127.0.0.1:9", 1, "is the server running?"),
+        ("chat --url 127.0.0.1:9 --model /nowhere", 2, "/nowhere"),
+        ("calibrate --model /nowhere", 2, "/nowhere"),
+        ("bench cache --trace /nowhere", 2, "/nowhere"),
+        ("bench decode --max-tokens 1", 2, "max-tokens"),
+        ("bench serve --trace /nowhere", 2, "/nowhere"),
+        ("bench serve --prefix-len 1", 2, "prefix_len"),
+        ("bench serve --set dtype=3", 2, "dtype"),
+    ],
+)
+def test_bad_input_is_one_clear_error(arguments, code, words):
+    result = run(*arguments.split())
+    assert result.exit_code == code and isinstance(result.exception, SystemExit)
+    assert words in result.output + result.stderr
+    assert "Traceback" not in result.output + result.stderr
+
+
+def test_bench_attention_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = run("bench", "attention")
+    assert result.exit_code == 1 and "no CUDA device" in result.stderr
+
+
+def test_a_misspelt_variable_is_reported():
+    assert "GRANIKV_LOGPLAN" in run("inspect", "--set", "x", env={"GRANIKV_LOGPLAN": "1"}).stderr
+
+
+# --- chat
+
+
+class FakeTokenizer:
+    def apply_chat_template(self, messages, add_generation_prompt):
+        return "|".join(f"{m['role']}:{m['content']}" for m in messages)
+
+
+def test_chat_keeps_the_conversation_and_forgets_a_failed_turn(capsys):
+    prompts = []
+
+    def answer(prompt, max_tokens, on_piece):
+        prompts.append(prompt)
+        if "boom" in prompt:
+            raise Unavailable("no")
+        on_piece("yes")
+        return "yes"
+
+    talker = chat.Chat(FakeTokenizer(), answer, "Be brief.")
+    chat.talk(talker, ["one\n", " \n", "two\n"], 8)
+    assert capsys.readouterr().out == "yes\nyes\n"
+    assert prompts[-1] == "system:Be brief.|user:one|assistant:yes|user:two"
+    with pytest.raises(Unavailable):
+        chat.talk(talker, ["boom"], 8)
+    assert len(talker.messages) == 5
+
+
+def test_chat_has_no_system_message_of_its_own():
+    assert chat.Chat(FakeTokenizer(), lambda *_: "").messages == []
+
+
+# --- inspect
+
+SERIES = {
+    "nv_granikv_max_requests": 256.0,
+    "nv_granikv_running_requests": 2.0,
+    "nv_granikv_prompt_tokens": 200.0,
+    "nv_granikv_cached_tokens": 150.0,
+    "nv_granikv_kv_bytes_read": 10.0,
+    "nv_granikv_kv_bytes_flat": 25.0,
+    'nv_granikv_finished{reason="stop"}': 3.0,
+    'nv_granikv_inter_token_latency_seconds_bucket{le="0.1"}': 98.0,
+    'nv_granikv_inter_token_latency_seconds_bucket{le="0.2"}': 100.0,
+    'nv_granikv_inter_token_latency_seconds_bucket{le="+Inf"}': 100.0,
+    "nv_granikv_inter_token_latency_seconds_sum": 5.0,
+    "nv_granikv_inter_token_latency_seconds_count": 100.0,
+    'nv_granikv_time_to_first_token_seconds_sum{model="granikv"}': 6.0,
+    'nv_granikv_time_to_first_token_seconds_count{model="granikv"}': 3.0,
+}
+
+
+def test_a_running_server_is_described_from_its_series():
+    sections = inspection.describe_server(SERIES)
+    assert sections["requests"]["running"] == 2 and sections["requests"]["finished"] == "stop 3"
+    assert sections["since the start"]["of them found stored"] == "75.0%"
+    assert sections["since the start"]["unshared reads would be"] == "2.50 times"
+    assert sections["latency"]["inter-token, 99% under s"] == "0.2"
+    assert sections["latency"]["time to first token, mean s"] == "2"
+    with pytest.raises(Unavailable, match="no GraniKV server"):
+        inspection.describe_server({"nv_inference_count": 1.0})
+
+
+@pytest.mark.parametrize("text", ["h:8002", "http://h:8002", "http://h:8002/metrics"])
+def test_metrics_addresses(text):
+    assert inspection.metrics_url(text) == "http://h:8002/metrics"
+
+
+def test_other_metrics_addresses_are_refused():
+    for text in ("", "h", "h:x", "ftp://h:1", "http://h:1/v2"):
+        with pytest.raises(InvalidArgument):
+            inspection.metrics_url(text)
+
+
+def test_profile_facts(tmp_path):
+    path = tmp_path / "profile.json"
+    config = SimpleNamespace(profile=str(path), num_threads=0)
+    assert "not measured" in inspection.profile_facts(config, None)["state"]
+    path.write_text("{")
+    assert "unreadable" in inspection.profile_facts(config, None)["state"]
+    record = {
+        "date": "2020-01-01T00:00:00+00:00", "device": "x", "num_threads": 2, "torch": "2",
+        "read_gb_per_s": 1.0, "gflops": 2.0, "warnings": ["w"],
+    }  # fmt: skip
+    path.write_text(json.dumps(record))
+    facts = inspection.profile_facts(config, None)
+    assert facts["warnings"] == 1 and "days" in facts["age"]
