@@ -100,19 +100,42 @@ def bench_host(
 
 
 @bench.command("attention")
-def bench_attention(json_file: JsonFile = None) -> None:
-    """Attention kernels on a GPU, against other libraries and torch."""
+def bench_attention(
+    case: Annotated[
+        list[str] | None, typer.Option(help="Only the case of this name; may be repeated.")
+    ] = None,
+    baselines: Annotated[bool, typer.Option(help="Measure other libraries as well.")] = True,
+    commit: Annotated[
+        str, typer.Option(help="The clean commit that is measured; asked of git if absent.")
+    ] = "",
+    json_file: JsonFile = None,
+) -> None:
+    """Attention kernels on a GPU, against uniform paging and other libraries."""
     with clear_errors():
         import torch
 
-        from granikv.errors import Unavailable
+        from granikv.bench.harness import result_record, write_json
+        from granikv.bench.report import print_cases
+        from granikv.errors import InvalidArgument, Unavailable
 
         if not torch.cuda.is_available():
             raise Unavailable("bench attention: no CUDA device here, and it measures GPU kernels")
         with _in_this_build("attention"):
-            from granikv.bench.attention import run_attention_bench
+            from granikv.bench.attention import run_attention_bench, standard_cases
 
-        _finish(run_attention_bench(), "Attention", json_file)
+        chosen = standard_cases()
+        names = [c.name for c in chosen]
+        for name in case or ():
+            if name not in names:
+                raise InvalidArgument("--case", name, f"one of {names}")
+        chosen = [c for c in chosen if not case or c.name in case]
+        entries, probe = run_attention_bench(
+            chosen, baselines, lambda text: print(text, flush=True)
+        )
+        print_cases(entries, "Attention")
+        if json_file is not None:
+            record = result_record(entries, with_probe=False) | {"probe": probe}
+            write_json(json_file, record | ({"commit": commit} if commit else {}))
 
 
 @bench.command("serve")

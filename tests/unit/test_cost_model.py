@@ -112,6 +112,27 @@ def test_profile_is_measured_once_and_cached(tmp_path, monkeypatch):
     assert len(calls) == 3
 
 
+def test_calibrate_stores_what_the_engine_then_loads(tmp_path, monkeypatch):
+    from rich.console import Console
+
+    from granikv.bench import calibrate
+
+    made = profile(gemm_start=77.0) | {"device": "x", "num_threads": 2, "torch": "2"}
+    made |= {"warnings": [f"warning {i}" for i in range(9)]}
+    monkeypatch.setattr(calibration.Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(calibration, "measure_cpu_profile", lambda *_, **__: made)
+    monkeypatch.setattr(calibrate, "load_config", lambda model: MODEL)
+    console = Console(file=(tmp_path / "out").open("w"), width=200)
+    path = calibrate.run_calibration(None, 2, console=console)
+    assert path == calibration.profile_path(MODEL, 2)
+    assert CostModel.load(None, MODEL, 2).profile == made
+    other = calibrate.run_calibration(None, 2, tmp_path / "mine.json", console=console)
+    assert CostModel.load(str(other), MODEL).profile == made
+    console.file.close()
+    text = (tmp_path / "out").read_text()
+    assert str(path) in text and "--set profile=" in text and "and 4 more" in text
+
+
 def test_measured_profile_has_every_table():
     small = ModelConfig("llama", 1, 64, 64, 4, 2, 16, 32, 64)
     model = CostModel(measure_cpu_profile(small), small)

@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 # Triton's stub ignores PYTHONPATH: in a checkout, the checkout's package serves its own model
-CHECKOUT = Path(__file__).resolve().parents[3]
-if (CHECKOUT / "granikv" / "__init__.py").exists():
-    sys.path.insert(0, str(CHECKOUT))
+for checkout in Path(__file__).resolve().parents[3:4]:
+    if (checkout / "granikv" / "__init__.py").exists():
+        sys.path.insert(0, str(checkout))
 
-import triton_python_backend_utils as pb_utils
+import triton_python_backend_utils as pb_utils  # noqa: E402
 
-from granikv.serving.settings import read_settings
-from granikv.serving.triton_adapter import TritonAdapter
+from granikv.serving.settings import read_settings  # noqa: E402
+from granikv.serving.triton_adapter import TritonAdapter  # noqa: E402
 
 
 class TritonPythonModel:
