@@ -6,6 +6,7 @@ The shared prefix is computed once and its cache copied, so four answers take se
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,11 @@ class Reference:
     def __init__(self, gguf_path: Path):
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.set_verbosity_error()  # its notes and bars would bury the demo's own lines
+        logging.disable_progress_bar()
+        warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
         folder, name = str(gguf_path.parent), gguf_path.name
         self.torch = torch
         # token ids are the model's input, so both sides get the same ones: transformers ignores
