@@ -16,6 +16,8 @@ import shutil
 import urllib.request
 from pathlib import Path
 
+import torch
+
 from granikv import calibration, env
 from granikv.config import EngineConfig, ModelConfig
 from granikv.cost_model import DEFAULT_PROFILE
@@ -57,7 +59,10 @@ def describe(config: EngineConfig) -> dict[str, dict[str, object]]:
 
 
 def kv_facts(config: EngineConfig, model: ModelConfig) -> dict[str, object]:
-    token_bytes = model.kv_bytes_per_token()
+    dtype = getattr(torch, config.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidArgument("dtype", config.dtype, "a dtype of torch, like 'float32'")
+    token_bytes = model.kv_bytes_per_token(dtype.itemsize)
     usable = config.capacity_tokens - 1  # the last slot is for padding
     return {
         "layout": config.prefix_layout,
