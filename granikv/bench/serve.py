@@ -58,7 +58,7 @@ def run_serve_bench(
     engine_config: dict | None = None,
     repeats: int = 2,
     trace_speed: float | None = None,
-    timeout_s: float = 1800.0,
+    timeout_s: float = 900.0,
     log_folder: Path = Path("out/bench"),
     console: Console | None = None,
 ) -> list[Case]:
@@ -147,7 +147,12 @@ def _measure(
 ) -> tuple[Samples, dict]:
     before = read_metrics(server.address.metrics_url)
     samples = perf_analyzer.run(
-        input_file, server.address.grpc_url, load, request_count=count, timeout_s=timeout_s
+        input_file,
+        server.address.grpc_url,
+        load,
+        request_count=count,
+        timeout_s=timeout_s,
+        attempts=2,
     )
     time.sleep(METRICS_DELAY_S)
     after = read_metrics(server.address.metrics_url)

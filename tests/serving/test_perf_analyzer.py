@@ -102,7 +102,7 @@ def test_bench_serve_measures_both_layouts_in_turns(tmp_path, monkeypatch):
     loads = [Load(2), Load(None, request_rate=20.0)]
     console = Console(file=(tmp_path / "console").open("w"))
     cases = serve.run_serve_bench(
-        workload, loads, repeats=2, log_folder=tmp_path, console=console, timeout_s=60
+        workload, loads, repeats=2, log_folder=tmp_path, console=console, timeout_s=30
     )
     assert [case.params["load"] for case in cases] == ["concurrency 2", "20 requests/s"]
     for case in cases:
