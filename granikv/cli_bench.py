@@ -67,19 +67,29 @@ def bench_cache(
 @bench.command("decode")
 def bench_decode(
     batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Requests in a step; may be repeated.")
+        list[int] | None,
+        typer.Option(
+            min=1, help="Requests in a step; may be repeated. Absent: the standard cases."
+        ),
     ] = None,
-    prefix_len: Annotated[int, typer.Option(min=1, help="Tokens that all share.")] = 1024,
-    suffix_len: Annotated[int, typer.Option(min=1, help="Private tokens of each.")] = 32,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Steps of one generation.")] = 16,
+    prefix_len: Annotated[int, typer.Option(min=0, help="With --batch: tokens all share.")] = 1024,
+    suffix_len: Annotated[int, typer.Option(min=1, help="With --batch: private tokens.")] = 64,
+    steps: Annotated[int, typer.Option(min=2, help="Decode steps of one measurement.")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements per contender, in turns.")] = 7,
+    transformers: Annotated[bool, typer.Option(help="Measure transformers as well.")] = True,
     model: ModelPath = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Decode steps end to end, in this process: GraniKV's layout against uniform paging."""
+    """Decode steps in this process: GraniKV, uniform paging and transformers in turns."""
     with clear_errors():
-        from granikv.bench.decode import run_decode_bench
+        from granikv.bench.decode import run_decode_bench, shared, standard_workloads
+        from granikv.bench.report import show_progress
 
-        cases = run_decode_bench(batch or [8], prefix_len, suffix_len, max_tokens, model)
+        workloads = standard_workloads()
+        if batch:
+            workloads = [shared(size, prefix_len, suffix_len) for size in batch]
+        with show_progress("decode") as progress:
+            cases = run_decode_bench(workloads, steps, rounds, model, transformers, progress)
         _finish(cases, "Decode", json_file)
 
 

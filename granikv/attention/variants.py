@@ -59,6 +59,7 @@ class HotTile:
     num_warps: int
     max_registers: int | None = None  # per thread: leaves room for COLD blocks beside this one
     tma: bool = False  # load K and V by tensor descriptors
+    prefetch_tokens: int = 0  # asked of the L2 at the start of a block
 
     def fit(self, shape: AttentionShape) -> HotTile:
         """This tile, with fewer stages and then fewer tokens until it fits shared memory."""

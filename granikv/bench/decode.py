@@ -1,59 +1,206 @@
-"""Decode steps end to end through `LLM`: the same prompts under both layouts of the KV cache.
+"""Decode steps end to end: GraniKV, uniform paging and transformers over the same prompts.
 
-A step's time is the difference of a long and a one-token generation over cached prompts, so that
-prefill and scheduling of the first token do not count.
+Every contender decodes a batch whose shared prefixes it has already cached; only steps in which
+all requests decode are timed. One round runs every contender once, in rotating order, so that a
+ratio is of neighbours in time; a case reports medians and the spread over its rounds.
 """
 
 from __future__ import annotations
 
-import time
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+
+from granikv.bench.decode_contenders import Contender, EngineContender, TransformersContender
 from granikv.bench.harness import Case
-from granikv.bench.workloads import shared_prefix_prompts
 from granikv.errors import InvalidArgument
+
+NEAR_TIE = 1e-3  # of the reference's logit range: a difference below is rounding
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests by group; a request's prompt is its group's prefixes in order, then its suffix.
+
+    `paths` names, per request, the prefix segments it starts with: equal names, equal tokens.
+    """
+
+    name: str
+    paths: tuple[tuple[str, ...], ...]
+    segment_lens: dict[str, int]
+    suffix_len: int
+
+    @property
+    def batch(self) -> int:
+        return len(self.paths)
+
+    @property
+    def is_uniform(self) -> bool:
+        """All requests share one prefix: what a batched static cache can hold without padding."""
+        return len(set(self.paths)) == 1
+
+    def prefix_len(self, path: Sequence[str]) -> int:
+        return sum(self.segment_lens[name] for name in path)
+
+    def prompts(self, round_index: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
+        """Token ids: prefixes are the same in every round, suffixes never."""
+        low = min(1000, vocab_size // 2)  # ids below are often special tokens
+        rng = np.random.default_rng(seed)
+        segments = {
+            name: rng.integers(low, vocab_size, length).tolist()
+            for name, length in sorted(self.segment_lens.items())
+        }
+        rng = np.random.default_rng((seed, round_index + 1))
+        return [
+            [token for name in path for token in segments[name]]
+            + rng.integers(low, vocab_size, self.suffix_len).tolist()
+            for path in self.paths
+        ]
+
+    def params(self, model: str | None, num_steps: int) -> dict:
+        lens = [self.prefix_len(path) for path in self.paths]
+        paths = sorted(set(self.paths), key=self.paths.index)
+        return {
+            "model": model or "embedded",
+            "tp": 1,
+            "batch": self.batch,
+            "prefix_len": lens[0] if len(set(lens)) == 1 else lens,
+            "suffix_len": self.suffix_len,
+            "group_sizes": [self.paths.count(path) for path in paths],
+            "dtype": "float32",
+            "steps": num_steps,
+        }
+
+
+def shared(batch: int, prefix_len: int, suffix_len: int, name: str = "") -> Workload:
+    """One prefix for all."""
+    path, lens = (("all",), {"all": prefix_len}) if prefix_len else ((), {})
+    return Workload(name or f"shared-{prefix_len}", (path,) * batch, lens, suffix_len)
+
+
+def standard_workloads() -> list[Workload]:
+    """The cases that the project holds itself to on a CPU."""
+    two_levels = Workload(
+        "two-levels-2048-1024",
+        tuple(("all", f"group{i // 4}") for i in range(16)),
+        {"all": 2048, **{f"group{i}": 1024 for i in range(4)}},
+        64,
+    )
+    four_groups = Workload(
+        "four-groups-1024-4096",
+        tuple((f"group{i // 4}",) for i in range(16)),
+        {f"group{i}": 1024 * (i + 1) for i in range(4)},
+        64,
+    )
+    small = [shared(batch, length, 64) for length in (0, 64) for batch in (1, 8, 32)]
+    return [shared(16, 4096, 64), two_levels, four_groups, *small]
 
 
 def run_decode_bench(
-    batches: list[int], prefix_len: int, suffix_len: int, max_tokens: int, model: str | None = None
+    workloads: Sequence[Workload],
+    num_steps: int = 16,
+    rounds: int = 7,
+    model: str | None = None,
+    with_transformers: bool = True,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> list[Case]:
-    """One case per batch size. Lengths in tokens; max_tokens is the length of a generation."""
-    if max_tokens < 2:
-        raise InvalidArgument("max_tokens", max_tokens, "at least 2")
+    """One case per workload and baseline; ratio is the median over rounds of step times.
+
+    transformers takes part where all requests share one prefix (its batch has one length).
+    progress is told of every measurement.
+    """
+    if num_steps < 2:
+        raise InvalidArgument("steps", num_steps, "at least 2")
+    if rounds < 1:
+        raise InvalidArgument("rounds", rounds, "at least 1")
+    longest = max(max(map(w.prefix_len, w.paths)) + w.suffix_len for w in workloads)
+    most = max(_unshared_tokens(w, num_steps) for w in workloads)
+    ours = EngineContender("granikv", model, "asymmetric", most, longest + 2 * num_steps)
+    uniform = EngineContender("uniform-paging", model, "uniform", most, longest + 2 * num_steps)
+    reference = TransformersContender(model) if with_transformers else None
     cases = []
-    for batch in batches:
-        ours = _measure("asymmetric", batch, prefix_len, suffix_len, max_tokens, model)
-        other = _measure("uniform", batch, prefix_len, suffix_len, max_tokens, model)
-        same = ours.pop("token_ids") == other.pop("token_ids")
-        ours["same_tokens"] = other["same_tokens"] = same
-        params = {
-            "model": model or "embedded",
-            "tp": 1,
-            "batch": batch,
-            "prefix_len": prefix_len,
-            "suffix_len": suffix_len,
-            "group_sizes": [batch],
-        }
-        ratio = other["step_ms"] / ours["step_ms"]
-        cases.append(Case("shared-prefix", params, ours, "uniform-paging", ratio, other))
+    for workload in workloads:
+        contenders: list[Contender] = [ours, uniform]
+        if reference is not None and workload.is_uniform:
+            contenders.append(reference)
+        cases += _run_workload(workload, contenders, num_steps, rounds, model, progress)
+    ours.close()
+    uniform.close()
     return cases
 
 
-def _measure(
-    layout: str, batch: int, prefix_len: int, suffix_len: int, max_tokens: int, model: str | None
-) -> dict:
-    from granikv import LLM, SamplingParams
+def _unshared_tokens(workload: Workload, num_steps: int) -> int:
+    """Arena tokens that hold a workload's rounds without eviction of the prefixes."""
+    stored = sum(workload.segment_lens.values())
+    return 2 * stored + 8 * workload.batch * (workload.suffix_len + 2 * num_steps + 32) + 4096
 
-    llm = LLM(model=model, prefix_layout=layout)
-    prompts = shared_prefix_prompts([batch], prefix_len, suffix_len, vocab_size=32000)
 
-    def generate(count: int) -> tuple[float, list]:
-        params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
-        start = time.perf_counter()
-        outputs = llm.generate(prompts, params)
-        return time.perf_counter() - start, [list(o.outputs[0].token_ids) for o in outputs]
+def _run_workload(
+    workload: Workload,
+    contenders: list[Contender],
+    num_steps: int,
+    rounds: int,
+    model: str | None,
+    progress: Callable[[str], None],
+) -> list[Case]:
+    vocab_size = contenders[0].vocab_size
+    prefix_len = workload.prefix_len(workload.paths[0]) if workload.is_uniform else 0
+    step_ms: dict[str, list[float]] = {c.name: [] for c in contenders}
+    matched = dict.fromkeys(step_ms, 0)
+    near_ties = dict.fromkeys(step_ms, 0)
+    for round_index in range(-1, rounds):  # the round before the first fills caches
+        prompts = workload.prompts(round_index, vocab_size)
+        answers = {}
+        turn = max(round_index, 0) % len(contenders)
+        for contender in contenders[turn:] + contenders[:turn]:
+            progress(f"{workload.name} B={workload.batch} {contender.name}")
+            step_s, answers[contender.name] = contender.decode(prompts, prefix_len, num_steps)
+            if round_index >= 0:
+                step_ms[contender.name].append(step_s * 1e3)
+        if round_index < 0:
+            continue
+        reference = contenders[-1]
+        for name, ids in answers.items():
+            for prompt, got, expected in zip(prompts, ids, answers[reference.name], strict=True):
+                equal = got == expected
+                matched[name] += equal
+                if not equal and reference.near_tie(prompt, prefix_len, got, expected, NEAR_TIE):
+                    near_ties[name] += 1
+    count = rounds * workload.batch
+    answers_checked = {
+        name: {"same_tokens": matched[name], "near_ties": near_ties[name], "answers": count}
+        for name in step_ms
+    }
+    metrics = {n: _metrics(t, workload.batch) | answers_checked[n] for n, t in step_ms.items()}
+    params = workload.params(model, num_steps)
+    first = contenders[0].name
+    cases = [
+        _case(workload.name, params, metrics, step_ms, first, other.name)
+        for other in contenders[1:]
+    ]
+    if len(contenders) == 3:  # the baseline must stand on its own beside transformers
+        name = f"{workload.name} (baseline itself)"
+        cases.append(_case(name, params, metrics, step_ms, contenders[1].name, contenders[2].name))
+    return cases
 
-    generate(max_tokens)  # fills the cache
-    one_s = min(generate(1)[0] for _ in range(2))
-    many_s, token_ids = min((generate(max_tokens) for _ in range(2)), key=lambda run: run[0])
-    step_s = max(many_s - one_s, 1e-9) / (max_tokens - 1)
-    return {"step_ms": step_s * 1e3, "tokens_per_s": batch / step_s, "token_ids": token_ids}
+
+def _case(
+    name: str, params: dict, metrics: dict, step_ms: dict, contender: str, baseline: str
+) -> Case:
+    pairs = sorted(b / a for a, b in zip(step_ms[contender], step_ms[baseline], strict=True))
+    spread = {"ratio_min": pairs[0], "ratio_max": pairs[-1], "pairs": len(pairs)}
+    ratio = statistics.median(pairs)
+    own = metrics[contender] | spread | {"contender": contender}
+    return Case(name, params, own, baseline, ratio, metrics[baseline])
+
+
+def _metrics(times_ms: list[float], batch: int) -> dict:
+    median = statistics.median(times_ms)
+    return {
+        "step_ms": median,
+        "step_ms_min": min(times_ms),
+        "step_ms_max": max(times_ms),
+        "tokens_per_s": batch / median * 1e3,
+    }

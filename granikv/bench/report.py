@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from granikv.bench.harness import Case
+
+
+@contextlib.contextmanager
+def show_progress(title: str) -> Iterator[Callable[[str], None]]:
+    """A spinner with the time so far; call what is yielded with what runs now."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda text: progress.update(task, description=f"{title}: {text}")
 
 
 def format_value(value: object) -> str:

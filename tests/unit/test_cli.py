@@ -58,7 +58,7 @@ def test_version():
         ("chat --url 127.0.0.1:9 --model /nowhere", 2, "/nowhere"),
         ("calibrate --model /nowhere", 2, "/nowhere"),
         ("bench cache --trace /nowhere", 2, "/nowhere"),
-        ("bench decode --max-tokens 1", 2, "max-tokens"),
+        ("bench decode --steps 1", 2, "steps"),
         ("bench serve --trace /nowhere", 2, "/nowhere"),
         ("bench serve --prefix-len 1", 2, "prefix_len"),
         ("bench serve --set dtype=3", 2, "dtype"),

@@ -77,17 +77,16 @@ def attend_clamped(q, k, v, exists, acc, m, total, scale_log2, INTERPRET: tl.con
 
 
 @triton.jit
-def prefetch_rows(pointers, PDL: tl.constexpr):
-    """Ask the L2 for the lines at pointers; nothing waits for them."""
-    if PDL:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [pointers.to(tl.int64, bitcast=True)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+def prefetch_rows(pointers):
+    """Ask the L2 for the lines at pointers; nothing waits for them. Not for the interpreter."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64, bitcast=True)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -63,6 +63,8 @@ def hot_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TAIL_N: tl.constexpr,
+    PREFETCH: tl.constexpr,  # tokens, a power of two, or 0
+    ELEMENT_BYTES: tl.constexpr,
     TMA: tl.constexpr,  # k_desc and v_desc are descriptors of the arenas [capacity, HKV * D]
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -73,6 +75,15 @@ def hot_tile(
     kv_len = tl.load(item_ptr + _KV_LEN)
     position = tl.load(item_ptr + _POSITION)
     first_partial = tl.load(item_ptr + _PARTIAL)
+    if PREFETCH > 0:
+        # The path to the first product is item -> rows -> q -> K. The extent is known after the
+        # first load, so the L2 fetches its head meanwhile, also while the launch before works:
+        # an extent's KV is older than this step.
+        ahead = tl.minimum(tl.arange(0, PREFETCH), kv_len - 1)
+        line = tl.arange(0, BLOCK_D * ELEMENT_BYTES // 128) * (128 // ELEMENT_BYTES)
+        lines = (kv_start + ahead).to(tl.int64) * (HKV * D) + head * D
+        prefetch_rows(k_ptr + lines[:, None] + line[None, :])
+        prefetch_rows(v_ptr + lines[:, None] + line[None, :])
     m_index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     entry = m_index // G
     keep = entry < num_rows
@@ -85,14 +96,7 @@ def hot_tile(
     qo_head = head * G + m_index % G
     d = tl.arange(0, BLOCK_D)
     q_offsets = row.to(tl.int64) * q_stride + qo_head * D
-    # Until here only the plan was read. An extent's KV is older than this step, so it may be
-    # fetched while the launch before still works: its memory traffic leaves room.
-    if PDL:
-        ahead = tl.arange(0, 256)
-        line = tl.arange(0, (BLOCK_D * 2 + 127) // 128) * 64
-        lines = (kv_start + tl.minimum(ahead, kv_len - 1)).to(tl.int64) * (HKV * D) + head * D
-        prefetch_rows(k_ptr + lines[:, None] + line[None, :], PDL)
-        prefetch_rows(v_ptr + lines[:, None] + line[None, :], PDL)
+    # so far only the plan was read, and what is older than this step
     wait_for_previous(PDL)
     q = load_some_rows(q_ptr, q_offsets, keep, d, D)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -150,6 +154,8 @@ def hot_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TAIL_N: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    ELEMENT_BYTES: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -171,8 +177,15 @@ def hot_kernel(
         hot_tile(
             q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, item_ptr, hot_rows_ptr,
             row_position_ptr, tile, head, q_stride, scale_log2,
-            G, HKV, D, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, TMA, PDL, INTERPRET,
+            G, HKV, D, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N,
+            PREFETCH, ELEMENT_BYTES, TMA, PDL, INTERPRET,
         )  # fmt: skip
+
+
+def prefetch_tokens(tile: HotTile, shape: AttentionShape) -> int:
+    """Tokens that a block asks the L2 for; none where no L2 is, or where a head is part of a line."""
+    whole_lines = shape.head_dim == shape.block_d and shape.head_dim * shape.element_bytes >= 128
+    return tile.prefetch_tokens if whole_lines and not INTERPRET else 0
 
 
 def hot_prefix_attention(
@@ -208,6 +221,7 @@ def hot_prefix_attention(
         q.stride(0), sm_scale * 1.4426950408889634, variant,
         G=shape.group_size, HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK_D=shape.block_d,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TAIL_N=min(32, tile.block_n),
+        PREFETCH=prefetch_tokens(tile, shape), ELEMENT_BYTES=shape.element_bytes,
         TMA=descriptors is not None, PDL=pdl, INTERPRET=INTERPRET,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl, maxnreg=tile.max_registers,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from granikv.attention.kernels.cold import cold_tile, run_stages
 from granikv.attention.kernels.common import INTERPRET, start_dependents, wait_for_previous
-from granikv.attention.kernels.hot import hot_tile
+from granikv.attention.kernels.hot import hot_tile, prefetch_tokens
 from granikv.attention.variants import AttentionShape, HotTile
 from granikv.core import Count
 
@@ -47,6 +47,8 @@ def small_kernel(
     BLOCK_N: tl.constexpr,
     COLD_N: tl.constexpr,
     RUN_STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    ELEMENT_BYTES: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
@@ -60,7 +62,8 @@ def small_kernel(
         hot_tile(
             q_ptr, k_ptr, v_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, item_ptr, hot_rows_ptr,
             row_position_ptr, index % num_row_tiles, head, q_stride, scale_log2,
-            G, HKV, D, BLOCK_D, BLOCK_M, BLOCK_N, COLD_N, False, PDL, INTERPRET,
+            G, HKV, D, BLOCK_D, BLOCK_M, BLOCK_N, COLD_N,
+            PREFETCH, ELEMENT_BYTES, False, PDL, INTERPRET,
         )  # fmt: skip
     elif index - num_hot < tl.load(counts_ptr + _NUM_COLD):
         cold_tile(
@@ -105,6 +108,7 @@ def small_step_attention(
         sm_scale * 1.4426950408889634,
         G=shape.group_size, HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK_D=shape.block_d,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, COLD_N=min(cold_n, tile.block_n),
+        PREFETCH=prefetch_tokens(tile, shape), ELEMENT_BYTES=shape.element_bytes,
         RUN_STAGES=run_stages(tile.num_stages, has_runs), PDL=pdl, INTERPRET=INTERPRET,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
     )  # fmt: skip

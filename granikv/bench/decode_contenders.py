@@ -1,0 +1,185 @@
+"""Who takes part in the decode benchmark: the engine in either layout, and transformers.
+
+All run in one process with the same number of torch threads. A contender's `decode` returns the
+mean time of the steps in which every request decoded, and the tokens made.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from granikv.errors import InvalidArgument
+
+Answers = list[list[int]]
+
+
+class Contender(Protocol):
+    name: str
+    vocab_size: int
+
+    def decode(
+        self, prompts: list[list[int]], prefix_len: int, num_steps: int
+    ) -> tuple[float, Answers]:
+        """(seconds per step, num_steps token ids per prompt), greedy.
+
+        prefix_len: tokens that all prompts share, cached from call to call; 0 if none do.
+        """
+
+    def near_tie(
+        self, prompt: list[int], prefix_len: int, got: list[int], expected: list[int], share: float
+    ) -> bool:
+        """Whether the first difference is a gap below `share` of the logit range."""
+
+
+class EngineContender:
+    """An engine of ours in this process; its radix tree caches what prompts share."""
+
+    def __init__(
+        self, name: str, model: str | None, layout: str, capacity_tokens: int, max_seq_len: int
+    ):
+        from granikv.config import EngineConfig
+        from granikv.engine import Engine
+
+        self.name = name
+        self.engine = Engine(
+            EngineConfig(
+                model=model,
+                prefix_layout=layout,
+                capacity_tokens=capacity_tokens,
+                max_seq_len=max_seq_len,
+            )
+        )
+        self.vocab_size = self.engine.model_config.vocab_size
+        self._next_id = 0
+
+    def decode(
+        self, prompts: list[list[int]], prefix_len: int, num_steps: int
+    ) -> tuple[float, Answers]:
+        from granikv.sampling_params import SamplingParams
+
+        params = SamplingParams(max_tokens=2 * num_steps, temperature=0.0, ignore_eos=True)
+        answers: dict[str, list[int]] = {}
+        for prompt in prompts:
+            request_id = f"{self.name}-{self._next_id}"
+            self._next_id += 1
+            answers[request_id] = []
+            self.engine.add_request(request_id, prompt, params)
+
+        def step() -> int:
+            outputs = self.engine.step()
+            for out in outputs:
+                if out.error is not None:
+                    raise out.error
+                answers[out.request_id] += out.token_ids
+            return sum(len(out.token_ids) for out in outputs)
+
+        while not all(answers.values()):
+            step()
+        step()  # a step that was launched while the last prefill ran
+        start, made = time.perf_counter(), 0
+        while made < (num_steps - 1) * len(prompts):
+            made += step()
+        elapsed_s = time.perf_counter() - start
+        for request_id in answers:
+            self.engine.abort(request_id)
+        while self.engine.has_work():
+            self.engine.step()
+        return elapsed_s * len(prompts) / made, [ids[:num_steps] for ids in answers.values()]
+
+    def near_tie(
+        self, prompt: list[int], prefix_len: int, got: list[int], expected: list[int], share: float
+    ) -> bool:
+        return False  # only an independent reference may excuse a difference
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class TransformersContender:
+    """`generate` with a static cache over the batch; the shared prefix's KV is computed once."""
+
+    name = "transformers"
+
+    def __init__(self, model: str | None):
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        from granikv.models.embedded import find_embedded
+
+        path = Path(model) if model else find_embedded()
+        if not path.exists():
+            raise InvalidArgument("model", str(path), "an existing file or folder")
+        source: dict[str, Any] = {"pretrained_model_name_or_path": str(path)}
+        if path.is_file():
+            source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        logging.disable_progress_bar()
+        self.torch = torch
+        self.model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).eval()
+        self.model.generation_config.eos_token_id = None  # all requests decode all steps
+        self.vocab_size = self.model.config.vocab_size
+        self._prefix: tuple[list[int], Any] = ([], None)
+
+    def _prefix_cache(self, prefix: list[int]) -> Any:
+        """DynamicCache of one sequence; the last one is kept."""
+        if self._prefix[0] != prefix or self._prefix[1] is None:
+            with self.torch.inference_mode():
+                out = self.model(self.torch.tensor([prefix]), use_cache=True, logits_to_keep=1)
+            self._prefix = (prefix, out.past_key_values)
+        return self._prefix[1]
+
+    def _static_cache(self, prefix: list[int], batch: int, max_cache_len: int) -> Any:
+        from transformers import StaticCache
+
+        cache = StaticCache(config=self.model.config, max_cache_len=max_cache_len)
+        if prefix:
+            stored = self._prefix_cache(prefix)
+            layers: list[Any] = cache.layers
+            for layer, source in zip(layers, stored.layers, strict=True):
+                keys, values = (x.expand(batch, -1, -1, -1) for x in (source.keys, source.values))
+                layer.lazy_initialization(keys, values)
+                layer.update(keys, values)
+        return cache
+
+    def decode(
+        self, prompts: list[list[int]], prefix_len: int, num_steps: int
+    ) -> tuple[float, Answers]:
+        from transformers import StoppingCriteriaList
+
+        ids = self.torch.tensor(prompts)
+        cache = self._static_cache(prompts[0][:prefix_len], ids.shape[0], ids.shape[1] + num_steps)
+        times: list[float] = []
+
+        def note_time(input_ids, scores, **kwargs):
+            times.append(time.perf_counter())
+            return self.torch.zeros(len(input_ids), dtype=self.torch.bool)
+
+        with self.torch.inference_mode():
+            out = self.model.generate(
+                ids,
+                attention_mask=self.torch.ones_like(ids),
+                past_key_values=cache,
+                max_new_tokens=num_steps,
+                do_sample=False,
+                pad_token_id=0,
+                stopping_criteria=StoppingCriteriaList([note_time]),
+            )
+        made = out[:, ids.shape[1] :].tolist()
+        if len(times) != num_steps or len(made[0]) != num_steps:
+            raise RuntimeError(f"transformers: expected {num_steps} steps, got {len(times)}")
+        return (times[-1] - times[0]) / (num_steps - 1), made
+
+    def near_tie(
+        self, prompt: list[int], prefix_len: int, got: list[int], expected: list[int], share: float
+    ) -> bool:
+        at = next(i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b)
+        cache = copy.deepcopy(self._prefix_cache(prompt[:prefix_len])) if prefix_len else None
+        ids = self.torch.tensor([(prompt + expected[:at])[prefix_len:]])
+        with self.torch.inference_mode():
+            out = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits = out.logits[0, -1]
+        gap = float((logits[expected[at]] - logits[got[at]]).abs())
+        return gap < share * float(logits.max() - logits.min())

@@ -1,0 +1,73 @@
+"""The decode benchmark on a tiny model: who takes part, what is compared, what is reported."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from helpers import make_tiny_hf
+
+from granikv.bench import decode as bench
+from granikv.errors import InvalidArgument
+
+
+def test_standard_workloads_are_the_issues_shapes():
+    by_name = {w.name: w for w in bench.standard_workloads()}
+    levels = by_name["two-levels-2048-1024"]
+    prompts = levels.prompts(0, 1000)
+    assert len(prompts) == 16 and {len(p) for p in prompts} == {2048 + 1024 + 64}
+    assert len({tuple(p[:2048]) for p in prompts}) == 1
+    assert len({tuple(p[:3072]) for p in prompts}) == 4
+    assert len({tuple(p) for p in prompts}) == 16
+    groups = by_name["four-groups-1024-4096"]
+    assert sorted({len(p) - 64 for p in groups.prompts(0, 1000)}) == [1024, 2048, 3072, 4096]
+    assert groups.params(None, 4)["group_sizes"] == [4, 4, 4, 4]
+
+
+def test_prefixes_stay_and_suffixes_change_between_rounds():
+    workload = bench.shared(3, 20, 5)
+    one, two = workload.prompts(0, 500), workload.prompts(1, 500)
+    assert one == workload.prompts(0, 500)
+    assert all(a[:20] == b[:20] and a[20:] != b[20:] for a, b in zip(one, two, strict=True))
+
+
+def test_all_contenders_run_in_turns_and_agree(tmp_path):
+    folder = make_tiny_hf(tmp_path)
+    (folder / "tokenizer.json").write_text(_word_tokenizer())
+    told = []
+    cases = bench.run_decode_bench(
+        [bench.shared(3, 40, 6), bench.shared(2, 0, 9)], 4, 2, str(folder), progress=told.append
+    )
+    pairs = [(c.case, c.metrics["contender"], c.baseline) for c in cases]
+    assert pairs == [
+        ("shared-40", "granikv", "uniform-paging"),
+        ("shared-40", "granikv", "transformers"),
+        ("shared-40 (baseline itself)", "uniform-paging", "transformers"),
+        ("shared-0", "granikv", "uniform-paging"),
+        ("shared-0", "granikv", "transformers"),
+        ("shared-0 (baseline itself)", "uniform-paging", "transformers"),
+    ]
+    order = [text.split()[-1] for text in told if text.startswith("shared-40")]
+    assert order[3:] == ["granikv", "uniform-paging", "transformers", "uniform-paging",
+                         "transformers", "granikv"]  # fmt: skip
+    for case in cases:
+        for metrics in (case.metrics, case.baseline_metrics):
+            assert metrics["same_tokens"] + metrics["near_ties"] == metrics["answers"]
+            assert metrics["step_ms_min"] <= metrics["step_ms"] <= metrics["step_ms_max"]
+        assert case.metrics["ratio_min"] <= case.ratio <= case.metrics["ratio_max"]
+        assert case.metrics["pairs"] == 2
+
+
+@pytest.mark.parametrize("steps,rounds,name", [(1, 2, "steps"), (4, 0, "rounds")])
+def test_counts_that_measure_nothing_are_refused(steps, rounds, name):
+    with pytest.raises(InvalidArgument, match=name):
+        bench.run_decode_bench([bench.shared(1, 0, 4)], steps, rounds)
+
+
+def _word_tokenizer() -> str:
+    from tokenizers import Tokenizer, models
+
+    return Tokenizer(models.WordLevel({"<unk>": 0, "a": 3}, unk_token="<unk>")).to_str()
