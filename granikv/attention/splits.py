@@ -14,12 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from granikv.attention.variants import LAYOUTS, AttentionShape, Layout
-from granikv.core import HotVariant
+from granikv.core import ColdItem, HotItem, HotVariant
 from granikv.errors import InvalidArgument
 
 GEMM_ROWS = 64  # stacked rows from which a tile is compute-bound: the gemm variant
 MIN_COLD_TOKENS = 128  # below, a block's start-up (index, K, first product) is its time
 MAX_CUTS = 256  # of one span
+SHORT_SHARE = 0.25  # HOT is "short" below this share of COLD's time
+FLOP_PER_US_AND_SM = 500e6 / 132  # 500 TFLOP/s: what the HOT kernel reached on 132 SMs
+BYTES_PER_US_AND_SM = 4.1e6 / 132  # 4.1 TB/s
 
 
 @dataclass(frozen=True)
@@ -96,15 +99,32 @@ def choose_layout(
         return LAYOUTS["flat"], "flat: no HOT span"
     stacked = np.diff(groups.indptr) * shape.group_size
     most, least = int(stacked.max()), int(stacked.min())
-    if most > 128 and least <= 16:
+    hot_us, cold_us = _estimate_us(groups, cold_spans, shape, num_sms)
+    if hot_us < SHORT_SHARE * cold_us:
+        return LAYOUTS["short"], f"short: HOT {hot_us:.1f} us beside COLD {cold_us:.1f} us"
+    if most > 128 and least <= 32:
         return LAYOUTS["mixed"], f"mixed: groups of {least} to {most} stacked rows"
     if most > 128:
         return LAYOUTS["large"], f"large: {most} stacked rows, above 128"
+    if most <= 64 and 3 * len(stacked) * shape.num_kv_heads >= num_sms:
+        return LAYOUTS["many"], f"many: {len(stacked)} groups of at most {most} stacked rows"
     if most > 32:
         return LAYOUTS["mid"], f"mid: {most} stacked rows, above 32"
-    if most <= 16 and len(stacked) * shape.num_kv_heads >= num_sms:
-        return LAYOUTS["many"], f"many: {len(stacked)} groups of at most 16 stacked rows"
     return LAYOUTS["small"], f"small: {most} stacked rows, at most 32"
+
+
+def _estimate_us(
+    groups: HotGroups, cold_spans: np.ndarray, shape: AttentionShape, num_sms: int
+) -> tuple[float, float]:
+    """Rough times of HOT and of COLD alone, per layer, from the rates of one H200's SMs."""
+    stacked = np.diff(groups.indptr).astype(float) * shape.group_size
+    lengths = groups.kv_len.astype(float)
+    heads = shape.num_kv_heads
+    flop = 4 * float(stacked @ lengths) * heads * shape.head_dim
+    token_bytes = shape.kv_bytes_per_token * heads
+    hot_us = max(flop / FLOP_PER_US_AND_SM, lengths.sum() * token_bytes / BYTES_PER_US_AND_SM)
+    cold = np.asarray(cold_spans).reshape(-1, 5)[:, 3].sum() * token_bytes / BYTES_PER_US_AND_SM
+    return float(hot_us) / num_sms, float(cold) / num_sms
 
 
 def cut_tokens(
@@ -218,3 +238,38 @@ def _merge_lists(
     indptr = np.zeros(num_decode_rows + 1, np.int32)
     np.cumsum(np.bincount(row, minlength=num_decode_rows), out=indptr[1:])
     return indptr, partial[order].astype(np.int32)
+
+
+@dataclass(frozen=True)
+class PlanCutter:
+    """Cuts the uncut items of a plan for one GPU; the dispatcher calls it once per step."""
+
+    shape: AttentionShape
+    num_sms: int
+    max_partials: int
+
+    def cut(
+        self,
+        hot_items: np.ndarray,
+        hot_rows: np.ndarray,
+        cold_items: np.ndarray,
+        num_decode_rows: int,
+    ) -> SplitPlan:
+        """hot_items, cold_items: int32 [n, 8] as PLAN_FIELDS has them, one per span."""
+        groups = HotGroups.empty()
+        if len(hot_items):
+            sizes = hot_items[:, HotItem.NUM_ROWS]
+            indptr = np.zeros(len(sizes) + 1, np.int32)
+            np.cumsum(sizes, out=indptr[1:])
+            groups = HotGroups(
+                indptr,
+                hot_rows,
+                hot_items[:, HotItem.KV_START],
+                hot_items[:, HotItem.KV_LEN],
+                hot_items[:, HotItem.POSITION],
+            )
+        columns = [ColdItem.ROW, ColdItem.KIND, ColdItem.START, ColdItem.LEN, ColdItem.POSITION]
+        spans = cold_items[:, columns]
+        return plan_splits(
+            groups, spans, num_decode_rows, self.shape, self.num_sms, self.max_partials
+        )

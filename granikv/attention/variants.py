@@ -121,27 +121,37 @@ class Layout:
     max_cold_tokens: int = 4096
 
 
-M16 = HotTile(16, 128, 3, 4)
+# The numbers in brackets are steady times of one layer with 16,384 shared and 512 own tokens.
+#
+# Two M64 blocks or one M128 block fill an SM. M128 with tensor descriptors and at most 168
+# registers (no spill) leaves room for four one-warp COLD blocks: [B=256 194 us; the same without
+# the cap 203, with plain copies 210, M64 220]. Descriptors alone give 5% when compute-bound.
+# M16 and M32 run on the older matrix instruction: 3 times slower from 128 stacked rows on, and no
+# faster when memory-bound [B=8: M32 30.8 us, M64 29.3].
+M16 = HotTile(16, 64, 3, 2)
 M32 = HotTile(32, 64, 3, 4)
-M64 = HotTile(64, 64, 3, 4)
-M64_NARROW = HotTile(64, 32, 3, 4)
-M128 = HotTile(128, 64, 3, 8)
+M64 = HotTile(64, 64, 3, 4, tma=True)
+M64_AHEAD = HotTile(64, 64, 3, 4, prefetch_tokens=256)
+M128 = HotTile(128, 64, 3, 8, max_registers=168, tma=True, prefetch_tokens=128)
 EXTEND = HotTile(128, 64, 3, 8)
 EXTEND_WIDE_HEAD = HotTile(64, 32, 2, 4)  # its loops share no buffers: 160 KB at head size 256
-COLD_THIN = ColdTile(16, 5, 1)  # one warp, 20 KB: fits beside a large HOT block
-COLD_WIDE = ColdTile(64, 4, 2)  # when COLD is the longer part
-COLD_LONG = ColdTile(128, 3, 4)
-MERGE = MergeTile(4, 4, 4)  # two or three partials a row
-MERGE_MANY = MergeTile(32, 1, 4)
+# 20 KB and one warp, for the room beside HOT blocks [B=128 105 us; N16 117, N64 117, two warps 119]
+COLD_THIN = ColdTile(32, 4, 1)
+COLD_WIDE = ColdTile(64, 3, 2)  # when COLD has the SM for itself
+MERGE = MergeTile(4, 1, 1)  # few partials a row: one warp per head [B=256: four warps cost 5 us]
+MERGE_MANY = MergeTile(32, 1, 4)  # small steps are split most: up to 20 partials a row
 
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
-        Layout("flat", M16, COLD_LONG, MERGE, 1, 4),
-        Layout("small", M32, COLD_WIDE, MERGE, 2, 1, one_launch=True),
-        Layout("mid", M64, COLD_WIDE, MERGE, 1, 4),
-        Layout("large", M128, COLD_THIN, MERGE, 1, 8),
-        Layout("many", M16, COLD_WIDE, MERGE, 4, 4),
+        Layout("flat", M16, COLD_WIDE, MERGE, 1, 4),
+        Layout("small", M64_AHEAD, COLD_WIDE, MERGE_MANY, 1.25, 2, one_launch=True),
+        Layout("mid", M64, COLD_THIN, MERGE, 1, 4),
+        Layout("large", M128, COLD_THIN, MERGE, 1, 4),
+        # memory-bound HOT: two blocks per SM; COLD first, or it would wait for all of HOT
+        Layout("many", M64, COLD_WIDE, MERGE, 2, 4, cold_first=True),
+        # HOT much shorter than COLD: small blocks that fit in between
+        Layout("short", M32, COLD_WIDE, MERGE, 1, 4),
         Layout("mixed", M16, COLD_THIN, MERGE, 1, 4, gemm=M128),
     )
 }

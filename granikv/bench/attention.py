@@ -16,7 +16,7 @@ from granikv.attention.splits import SplitPlan
 from granikv.attention.variants import AttentionShape
 from granikv.bench.attention_baselines import baselines
 from granikv.bench.attention_step import AttentionCase, BenchStep, standard_cases
-from granikv.bench.gpu_timing import do_bench_ms, gpu_probe, steady_ms
+from granikv.bench.gpu_timing import baseline_ms, do_bench_ms, gpu_probe, steady_ms
 from granikv.bench.harness import Case, result_record, write_json
 from granikv.config import ModelConfig
 from granikv.core import PlanCapacities
@@ -114,7 +114,7 @@ def run_attention_bench(
             flat = bench.measure(step, step.flat_split(bench.num_sms, MAX_PARTIALS))
             others.append(("uniform-paging", flat))
             for name, call, extra in baselines(case, shape, dtype):
-                others.append((name, {"do_bench_ms": do_bench_ms(call), **extra}))
+                others.append((name, {"do_bench_ms": baseline_ms(call), **extra}))
             progress(f"  {[(n, round(m['do_bench_ms'], 4)) for n, m in others]}")
         params = {
             "model": "one layer",

@@ -45,6 +45,9 @@ def standard_cases() -> list[AttentionCase]:
         AttentionCase("groups_64x4", ((4096, 4),) * 64),
         AttentionCase("shared_512_b128", ((512, 128),)),
         AttentionCase("flat_b64_16384", ((0, 64),), suffix_len=16384),
+        # every length off a tile's multiple
+        AttentionCase("ragged_16421_b64", ((16421, 64),), suffix_len=499),
+        AttentionCase("ragged_8x16", tuple((n + 37, 16) for n in lens), suffix_len=499),
     ]
 
 

@@ -54,6 +54,16 @@ def do_bench_ms(function: Callable[[], object], repeats: int = 60) -> float:
     return replay_ms(graph.replay, repeats, flush)
 
 
+def baseline_ms(function: Callable[[], object]) -> float:
+    """do_bench_ms, or by events around eager calls for code that cannot be captured."""
+    try:
+        return do_bench_ms(function)
+    except RuntimeError:
+        torch.cuda.synchronize()
+        flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+        return replay_ms(function, 60, flush)
+
+
 def steady_ms(layer: Callable[[int], object], num_layers: int, repeats: int = 15) -> float:
     """Mean of a layer in a graph of num_layers, layer(i) with KV of its own."""
     graph = capture(lambda: [layer(i) for i in range(num_layers)])
