@@ -107,10 +107,11 @@ def choose_layout(
     if most > 128:
         return LAYOUTS["large"], f"large: {most} stacked rows, above 128"
     if most <= 64 and 3 * len(stacked) * shape.num_kv_heads >= num_sms:
-        return LAYOUTS["many"], f"many: {len(stacked)} groups of at most {most} stacked rows"
-    if most > 32:
-        return LAYOUTS["mid"], f"mid: {most} stacked rows, above 32"
-    return LAYOUTS["small"], f"small: {most} stacked rows, at most 32"
+        name = "many" if most <= 16 else "groups"
+        return LAYOUTS[name], f"{name}: {len(stacked)} groups of at most {most} stacked rows"
+    if most > 48:
+        return LAYOUTS["mid"], f"mid: {most} stacked rows, above 48"
+    return LAYOUTS["small"], f"small: {most} stacked rows, at most 48"
 
 
 def _estimate_us(

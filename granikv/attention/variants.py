@@ -137,19 +137,23 @@ EXTEND = HotTile(128, 64, 3, 8)
 EXTEND_WIDE_HEAD = HotTile(64, 32, 2, 4)  # its loops share no buffers: 160 KB at head size 256
 # 20 KB and one warp, for the room beside HOT blocks [B=128 105 us; N16 117, N64 117, two warps 119]
 COLD_THIN = ColdTile(32, 4, 1)
+COLD_PAIR = ColdTile(32, 4, 2)
 COLD_WIDE = ColdTile(64, 3, 2)  # when COLD has the SM for itself
 MERGE = MergeTile(4, 1, 1)  # few partials a row: one warp per head [B=256: four warps cost 5 us]
-MERGE_MANY = MergeTile(32, 1, 4)  # small steps are split most: up to 20 partials a row
+MERGE_MANY = MergeTile(32, 1, 2)  # small steps are split most: up to 20 partials a row
 
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
-        Layout("flat", M16, COLD_WIDE, MERGE, 1, 4),
+        # one warp wins also alone where contexts are short [256 rows of 208 tokens: 70 us, two
+        # warps 75], and loses 1% where they are long
+        Layout("flat", M16, COLD_THIN, MERGE, 1, 4),
         Layout("small", M64_AHEAD, COLD_WIDE, MERGE_MANY, 1.25, 2, one_launch=True),
-        Layout("mid", M64, COLD_THIN, MERGE, 1, 4),
-        Layout("large", M128, COLD_THIN, MERGE, 1, 4),
+        Layout("mid", M64, COLD_THIN, MERGE, 1, 2),
+        Layout("large", M128, COLD_THIN, MERGE, 1, 1),
         # memory-bound HOT: two blocks per SM; COLD first, or it would wait for all of HOT
-        Layout("many", M64, COLD_WIDE, MERGE, 2, 4, cold_first=True),
+        Layout("groups", M64, COLD_PAIR, MERGE, 2, 4, cold_first=True),
+        Layout("many", M16, COLD_THIN, MERGE, 4, 4),
         # HOT much shorter than COLD: small blocks that fit in between
         Layout("short", M32, COLD_WIDE, MERGE, 1, 4),
         Layout("mixed", M16, COLD_THIN, MERGE, 1, 4, gemm=M128),

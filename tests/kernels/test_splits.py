@@ -32,7 +32,8 @@ CASES = {
     "small": [(16384, 8)],
     "mid": [(16384, 32)],
     "large": [(16384, 256)],
-    "many": [(n, 16) for n in LENS],
+    "groups": [(n, 16) for n in LENS],
+    "many": [(4096, 4)] * 64,
     "short": [(512, 128)],
     "mixed": [(16384, 64), (1000, 3), (700, 5)],
 }
@@ -65,7 +66,7 @@ def test_layouts_and_coverage(name):
     assert (np.diff(split.cold_items[:, 3]) <= 0).all()
 
 
-@pytest.mark.parametrize("name", ["small", "mid", "large", "many"])
+@pytest.mark.parametrize("name", ["small", "mid", "large", "groups", "many"])
 def test_hot_blocks_fill_the_machine_once(name):
     groups, spans, num_rows = make(CASES[name])
     split = plan_splits(groups, spans, num_rows, LLAMA, NUM_SMS, 16384)
