@@ -118,7 +118,7 @@ class Layout:
     one_launch: bool = False
     cold_first: bool = False
     min_hot_tokens: int = 128
-    max_cold_tokens: int = 4096
+    max_cold_tokens: int = 2048  # one warp with 4096: 5% slower [64 rows of 16,384: 1,000 us, 954]
 
 
 # The numbers in brackets are steady times of one layer with 16,384 shared and 512 own tokens.
@@ -146,7 +146,7 @@ LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
         # one warp wins also alone where contexts are short [256 rows of 208 tokens: 70 us, two
-        # warps 75], and loses 1% where they are long
+        # warps 75], and is level where they are long
         Layout("flat", M16, COLD_THIN, MERGE, 1, 4),
         Layout("small", M64_AHEAD, COLD_WIDE, MERGE_MANY, 1.25, 2, one_launch=True),
         Layout("mid", M64, COLD_THIN, MERGE, 1, 2),
