@@ -20,6 +20,7 @@ from granikv.errors import InvalidArgument
 GEMM_ROWS = 64  # stacked rows from which a tile is compute-bound: the gemm variant
 MIN_COLD_TOKENS = 128  # below, a block's start-up (index, K, first product) is its time
 MAX_CUTS = 256  # of one span
+CUTS = np.concatenate([np.arange(1, 65), np.arange(68, MAX_CUTS + 1, 4)])  # numbers tried
 SHORT_SHARE = 0.25  # HOT is "short" below this share of COLD's time
 FLOP_PER_US_AND_SM = 500e6 / 132  # 500 TFLOP/s: what the HOT kernel reached on 132 SMs
 BYTES_PER_US_AND_SM = 4.1e6 / 132  # 4.1 TB/s
@@ -136,15 +137,15 @@ def cut_tokens(
     lengths int [n] tokens; blocks int [n]: blocks that one cut of the span gives. When uncut
     spans are already more than `slots`, no item is longer than a slot's share of the whole.
     """
-    lengths = lengths.astype(np.int64)
     top = int(lengths.max(initial=1))
     if int(blocks.sum()) <= slots:
-        cuts = np.arange(1, MAX_CUTS + 1)
-        candidates = np.unique(np.maximum(-(-top // cuts), shortest))
-        counts = (-(-lengths[None, :] // candidates[:, None]) * blocks[None, :]).sum(1)
+        candidates = np.unique(np.maximum(-(-top // CUTS), shortest)).astype(np.int32)
+        different, of_length = np.unique(lengths, return_inverse=True)
+        weights = np.bincount(of_length, weights=blocks)  # spans of one length count together
+        counts = -(-different.astype(np.int32)[None, :] // candidates[:, None]) @ weights
         tokens = int(candidates[np.argmax(counts <= slots)]) if (counts <= slots).any() else top
     else:
-        tokens = int(np.ceil((lengths * blocks).sum() / max(slots, 1)))
+        tokens = int(np.ceil((lengths.astype(np.int64) * blocks).sum() / max(slots, 1)))
     return int(np.clip(tokens, shortest, max(shortest, longest)))
 
 
