@@ -77,19 +77,35 @@ def bench_decode(
     steps: Annotated[int, typer.Option(min=2, help="Decode steps of one measurement.")] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements per contender, in turns.")] = 7,
     transformers: Annotated[bool, typer.Option(help="Measure transformers as well.")] = True,
+    random_weights: Annotated[
+        str | None,
+        typer.Option(metavar="CONFIG", help="Folder with a config.json, or llama-3.1-8b, ..."),
+    ] = None,
     model: ModelPath = None,
+    settings: Settings = None,
     json_file: JsonFile = None,
 ) -> None:
     """Decode steps in this process: GraniKV, uniform paging and transformers in turns."""
     with clear_errors():
-        from granikv.bench.decode import run_decode_bench, shared, standard_workloads
+        from granikv.bench.decode import (
+            gpu_workloads,
+            run_decode_bench,
+            shared,
+            standard_workloads,
+        )
         from granikv.bench.report import show_progress
+        from granikv.bench.shapes import find_shape
+        from granikv.serving.settings import parse_assignments
 
-        workloads = standard_workloads()
+        workloads = gpu_workloads() if random_weights else standard_workloads()
         if batch:
             workloads = [shared(size, prefix_len, suffix_len) for size in batch]
+        extra: dict = parse_assignments(settings or [])
+        if random_weights:
+            model, transformers = str(find_shape(random_weights)), False
+            extra["random_weights"] = True
         with show_progress("decode") as progress:
-            cases = run_decode_bench(workloads, steps, rounds, model, transformers, progress)
+            cases = run_decode_bench(workloads, steps, rounds, model, transformers, progress, extra)
         _finish(cases, "Decode", json_file)
 
 

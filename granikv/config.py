@@ -48,12 +48,17 @@ class ModelConfig:
 UNIFORM_PAGE_TOKENS = 16  # the usual page of paged engines
 
 
+DEVICES = ("auto", "cpu", "cuda")
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Sizes and policies of one engine. Lengths are in tokens."""
 
     model: str | Path | None = None  # GGUF file or Hugging Face folder; None: the embedded model
-    dtype: str = "float32"
+    random_weights: bool = False  # `model` gives the shape alone: speed without a download
+    device: str = "auto"  # one of DEVICES; auto: the GPU where there is one
+    dtype: str = "auto"  # of weights and KV; auto: bfloat16 on a GPU, float32 on the CPU
     capacity_tokens: int = 65536  # KV arena, one padding slot included
     max_requests: int = 256  # rows of the request table: running at once
     max_seq_len: int = 0  # 0: the model's context

@@ -330,6 +330,7 @@ class StepPlan:
     new_requests: list[NewRow] = field(default_factory=list)  # sampler rows set before the step
     moves: list[Move] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
+    layout: str = ""  # how a GPU launches the decode rows (attention/variants.py); "" on a CPU
     regime: str = ""  # "compute", "memory" or "communication"
     predicted_us: float = 0.0
     kv_tokens_read: int = 0  # slots read per layer and KV head

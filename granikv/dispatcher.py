@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
+from granikv.attention.splits import PlanCutter
 from granikv.cache.manager import CacheManager, SlotWrite
 from granikv.cache.prefix_tree import Node
 from granikv.core import Batch, Choice, Count, Move, Request, SpanKind, StepPlan
 from granikv.cost_model import CostModel
 from granikv.decode_spans import DecodeSpans
+from granikv.gpu_cost_model import GpuCostModel
 
 log = logging.getLogger("granikv.plan")
 
@@ -25,9 +28,32 @@ MAX_CACHED_CHOICES = (
 )
 
 
+class _Items(NamedTuple):
+    """The decode part of a plan, see PLAN_FIELDS."""
+
+    hot_items: np.ndarray
+    hot_rows: np.ndarray
+    cold_items: np.ndarray
+    merge_indptr: np.ndarray
+    merge_partials: np.ndarray
+    num_partials: int
+    layout: str
+
+
+def _cut(cutter: PlanCutter, items: _Items, num_rows: int) -> _Items:
+    cut = cutter.cut(items.hot_items, items.hot_rows, items.cold_items, num_rows)
+    return _Items(
+        cut.hot_items, cut.hot_rows, cut.cold_items, cut.merge_indptr, cut.merge_partials,
+        cut.num_partials, cut.layout.name,
+    )  # fmt: skip
+
+
 class Dispatcher:
-    def __init__(self, cost: CostModel, cache: CacheManager):
+    def __init__(
+        self, cost: CostModel | GpuCostModel, cache: CacheManager, cutter: PlanCutter | None = None
+    ):
         self.cost = cost
+        self.cutter = cutter  # of a GPU: fills the machine once
         self.cache = cache
         self._spans: DecodeSpans | None = None  # of the step before
         self._cheapest = lru_cache(MAX_CACHED_CHOICES)(self._predict)
@@ -37,6 +63,12 @@ class Dispatcher:
         visible = batch.decode_positions + 1
         spans = self._decode_spans(batch, visible)
         cold_items, tokens_read, tokens_flat = spans.cold_items(visible)
+        items = _Items(
+            spans.hot_items, spans.hot_rows, cold_items, spans.merge_indptr, spans.merge_partials,
+            spans.num_partials, "",
+        )  # fmt: skip
+        if self.cutter is not None:
+            items = _cut(self.cutter, items, len(batch.decodes))
         qo_indptr, extend_indptr, segments = _extend_segments(self.cache, batch)
         _name_paths([extend.request for extend in batch.extends], spans.main_variant)
         sample_rows, sample_requests = _sample_rows(batch, qo_indptr)
@@ -47,11 +79,11 @@ class Dispatcher:
             (Count.NUM_ROWS, num_rows),
             (Count.NUM_DECODE_ROWS, len(batch.decodes)),
             (Count.NUM_EXTEND_REQUESTS, len(batch.extends)),
-            (Count.NUM_HOT_ITEMS, len(spans.hot_items)),
-            (Count.NUM_HOT_ROWS, len(spans.hot_rows)),
-            (Count.NUM_COLD_ITEMS, len(cold_items)),
+            (Count.NUM_HOT_ITEMS, len(items.hot_items)),
+            (Count.NUM_HOT_ROWS, len(items.hot_rows)),
+            (Count.NUM_COLD_ITEMS, len(items.cold_items)),
             (Count.NUM_EXTEND_SEGMENTS, len(segments)),
-            (Count.NUM_PARTIALS, spans.num_partials),
+            (Count.NUM_PARTIALS, items.num_partials),
             (Count.NUM_SAMPLE_ROWS, len(sample_rows)),
             (Count.NUM_SLOT_WRITES, len(slot_writes)),
         ):
@@ -72,11 +104,12 @@ class Dispatcher:
                 [np.arange(e.start, e.start + e.num_tokens, dtype=np.int32) for e in extends],
             ),
             slot_mapping=_join(batch.decode_slots, [e.slots for e in extends]),
-            hot_items=spans.hot_items,
-            hot_rows=spans.hot_rows,
-            cold_items=cold_items,
-            merge_indptr=spans.merge_indptr,
-            merge_partials=spans.merge_partials,
+            hot_items=items.hot_items,
+            hot_rows=items.hot_rows,
+            cold_items=items.cold_items,
+            merge_indptr=items.merge_indptr,
+            merge_partials=items.merge_partials,
+            layout=items.layout,
             qo_indptr=qo_indptr,
             extend_indptr=extend_indptr,
             extend_segments=segments,

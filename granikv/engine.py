@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from granikv import plan_log
+from granikv.assembly import build_dispatcher, build_executor
 from granikv.cache.manager import CacheManager
 from granikv.config import EngineConfig
 from granikv.core import (
@@ -26,16 +28,11 @@ from granikv.core import (
     StepOutput,
     StepPlan,
 )
-from granikv.cost_model import CostModel
-from granikv.dispatcher import Dispatcher
 from granikv.errors import AlreadyExists, InvalidArgument, Unavailable, Unsupported
-from granikv.executor.torch_executor import TorchExecutor
 from granikv.metrics import ENGINE_COUNTERS, PROBE_PREFIX, Histogram, Stats
-from granikv.models import load_model
-from granikv.sampling import Sampler
 from granikv.sampling_params import SamplingParams
 from granikv.scheduler import DrainNeeded, Scheduler
-from granikv.text import Detokenizer, Tokenizer, load_tokenizer
+from granikv.text import Detokenizer, Tokenizer
 
 
 @dataclass
@@ -48,28 +45,23 @@ class _Launched:
 class Engine:
     """One model on one device.
 
-    `executor`, `tokenizer`: given by tests and by callers that already hold them.
+    `executor`, `tokenizer`: given by tests and by callers that already hold them; see
+    granikv.executor.base for what an executor does.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         *,
-        executor: TorchExecutor | None = None,
+        executor: Any = None,
         tokenizer: Tokenizer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.config = config
         self.clock = clock
         self.tokenizer = tokenizer
         if executor is None:
-            decoder = load_model(config.model)
-            self.tokenizer = tokenizer or load_tokenizer(config.model)
-            eos = set(decoder.config.eos_token_ids) | set(self.tokenizer.eos_token_ids)
-            sampler = Sampler(
-                config.max_requests, decoder.config.vocab_size, eos_token_ids=tuple(sorted(eos))
-            )
-            executor = TorchExecutor(config, decoder, sampler)
+            config, executor, self.tokenizer = build_executor(config, tokenizer)
+        self.config = config
         self.executor = executor
         self.model_config = executor.decoder.config
         self.max_seq_len = min(
@@ -80,8 +72,7 @@ class Engine:
         )
         self.cache = CacheManager(config)
         self.scheduler = Scheduler(config, self.cache)
-        cost = CostModel.load(config.profile, self.model_config, config.num_threads)
-        self.dispatcher = Dispatcher(cost, self.cache)
+        self.dispatcher = build_dispatcher(config, self.executor, self.cache)
         self.requests: dict[str, Request] = {}
         self._detokenizers: dict[str, Detokenizer] = {}
         self._outputs: list[RequestOutput] = []

@@ -22,6 +22,7 @@ from granikv import calibration, env
 from granikv.config import EngineConfig, ModelConfig
 from granikv.cost_model import DEFAULT_PROFILE
 from granikv.errors import InvalidArgument, ModelFileError, Unavailable, Unsupported
+from granikv.executor import resolve_device
 from granikv.models import find_model, load_config
 
 TYPICAL_REQUEST_TOKENS = 2048
@@ -59,12 +60,15 @@ def describe(config: EngineConfig) -> dict[str, dict[str, object]]:
 
 
 def kv_facts(config: EngineConfig, model: ModelConfig) -> dict[str, object]:
+    config = resolve_device(config)
     dtype = getattr(torch, config.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise InvalidArgument("dtype", config.dtype, "a dtype of torch, like 'float32'")
     token_bytes = model.kv_bytes_per_token(dtype.itemsize)
     usable = config.capacity_tokens - 1  # the last slot is for padding
     return {
+        "device": config.device,
+        "dtype": config.dtype,
         "layout": config.prefix_layout,
         "bytes per token": token_bytes,
         "capacity, tokens": usable,

@@ -254,7 +254,10 @@ class GpuAttention:
 
         k and q are after rope, unless `rope` is set: (cos, sin), fp32 [max_position, D / 2];
         then q is rotated in place. Rows may be padded: T >= the plan's rows; those give 0.
+        Raises InvalidArgument for a wrong dtype, shape, stride, alignment or device.
         """
+        for name, rows in (("k", k), ("v", v)):
+            self._check_rows(name, rows, self.shape.num_kv_heads)
         k_layer, v_layer = self.k_arena[layer], self.v_arena[layer]
         append_kv(
             k_layer, v_layer, self.plan, q, k, v, shape=self.shape, rope=self.rope, pdl=self.pdl
@@ -263,6 +266,7 @@ class GpuAttention:
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """`run` without the append."""
+        self._check_rows("q", q, self.shape.num_qo_heads)
         num_rows = q.shape[0]
         if num_rows > self.out.shape[0]:
             raise InvalidArgument("q", num_rows, f"at most {self.out.shape[0]} rows")
@@ -275,6 +279,20 @@ class GpuAttention:
             shape=self.shape, tile=extend_tile(self.shape), num_tiles=self._num_tiles,
         )  # fmt: skip
         return out.view(num_rows, self.shape.num_qo_heads * self.shape.head_dim)
+
+    def _check_rows(self, name: str, rows: torch.Tensor, num_heads: int) -> None:
+        """What the kernels rely on; a row stride of packed q, k and v is fine."""
+        dim = self.shape.head_dim
+        if rows.dtype != self.k_arena.dtype or rows.device != self.device:
+            found = f"{rows.dtype} on {rows.device}"
+            raise InvalidArgument(name, found, f"{self.k_arena.dtype} on {self.device}")
+        if rows.ndim != 3 or tuple(rows.shape[1:]) != (num_heads, dim):
+            raise InvalidArgument(name, tuple(rows.shape), f"[rows, {num_heads}, {dim}]")
+        strides = rows.stride()
+        if rows.shape[0] and (strides[0] % 16 or strides[1:] != (dim, 1)):
+            raise InvalidArgument(name, strides, f"strides (a multiple of 16, {dim}, 1)")
+        if rows.data_ptr() % 16:
+            raise InvalidArgument(name, rows.data_ptr(), "an address of 16-byte alignment")
 
     def _decode(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         layout = self.layout

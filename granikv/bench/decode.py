@@ -8,8 +8,10 @@ ratio is of neighbours in time; a case reports medians and the spread over its r
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from granikv.bench.decode_contenders import Contender, EngineContender, Transfor
 from granikv.bench.harness import Case
 from granikv.errors import InvalidArgument
 
+EIGHT_GROUPS = (2048, 4096, 6144, 8192, 12288, 16384, 20480, 24576)  # tokens
 NEAR_TIE = 1e-3  # of the reference's logit range: a difference below is rounding
 
 
@@ -98,6 +101,18 @@ def standard_workloads() -> list[Workload]:
     return [shared(16, 4096, 64), two_levels, four_groups, *small]
 
 
+def gpu_workloads() -> list[Workload]:
+    """The cases of the decode table for one GPU: suffix 128, up to 144 steps behind it."""
+    groups = Workload(
+        "eight-groups-2048-24576",
+        tuple((f"group{i // 16}",) for i in range(128)),
+        {f"group{i}": length for i, length in enumerate(EIGHT_GROUPS)},
+        128,
+    )
+    long = [shared(batch, 16384, 128) for batch in (8, 32, 64, 128, 256)]
+    return [*long, groups, shared(128, 512, 128)]
+
+
 def run_decode_bench(
     workloads: Sequence[Workload],
     num_steps: int = 16,
@@ -105,11 +120,13 @@ def run_decode_bench(
     model: str | None = None,
     with_transformers: bool = True,
     progress: Callable[[str], None] = lambda text: None,
+    engine_settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Case]:
     """One case per workload and baseline; ratio is the median over rounds of step times.
 
     transformers takes part where all requests share one prefix (its batch has one length).
-    progress is told of every measurement.
+    progress is told of every measurement. engine_settings: fields of EngineConfig for both
+    engines, such as random_weights.
     """
     if num_steps < 2:
         raise InvalidArgument("steps", num_steps, "at least 2")
@@ -117,8 +134,10 @@ def run_decode_bench(
         raise InvalidArgument("rounds", rounds, "at least 1")
     longest = max(max(map(w.prefix_len, w.paths)) + w.suffix_len for w in workloads)
     most = max(_unshared_tokens(w, num_steps) for w in workloads)
-    ours = EngineContender("granikv", model, "asymmetric", most, longest + 2 * num_steps)
-    uniform = EngineContender("uniform-paging", model, "uniform", most, longest + 2 * num_steps)
+    settings = {"capacity_tokens": most, "max_seq_len": longest + 2 * num_steps, "model": model}
+    settings |= engine_settings
+    ours = EngineContender("granikv", prefix_layout="asymmetric", **settings)
+    uniform = EngineContender("uniform-paging", prefix_layout="uniform", **settings)
     reference = TransformersContender(model) if with_transformers else None
     cases = []
     for workload in workloads:

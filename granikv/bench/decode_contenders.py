@@ -37,21 +37,13 @@ class Contender(Protocol):
 class EngineContender:
     """An engine of ours in this process; its radix tree caches what prompts share."""
 
-    def __init__(
-        self, name: str, model: str | None, layout: str, capacity_tokens: int, max_seq_len: int
-    ):
+    def __init__(self, name: str, **settings: Any):
+        """settings: fields of EngineConfig."""
         from granikv.config import EngineConfig
         from granikv.engine import Engine
 
         self.name = name
-        self.engine = Engine(
-            EngineConfig(
-                model=model,
-                prefix_layout=layout,
-                capacity_tokens=capacity_tokens,
-                max_seq_len=max_seq_len,
-            )
-        )
+        self.engine = Engine(EngineConfig(**settings))
         self.vocab_size = self.engine.model_config.vocab_size
         self._next_id = 0
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import time
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
@@ -14,9 +16,14 @@ from granikv.bench.harness import Case
 
 @contextlib.contextmanager
 def show_progress(title: str) -> Iterator[Callable[[str], None]]:
-    """A spinner with the time so far; call what is yielded with what runs now."""
+    """A spinner with the time so far, or lines in a log; call the yielded with what runs now."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        start = time.monotonic()
+        yield lambda text: print(f"{time.monotonic() - start:7.1f} s  {text}", file=sys.stderr)
+        return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(title, total=None)
         yield lambda text: progress.update(task, description=f"{title}: {text}")
 

@@ -1,0 +1,46 @@
+"""Executors run StepPlans; `make_executor` picks the one for a device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from granikv.config import DEVICES, EngineConfig
+from granikv.errors import InvalidArgument, Unavailable
+
+if TYPE_CHECKING:
+    from granikv.models import Decoder
+    from granikv.sampling import Sampler
+
+
+def resolve_device(config: EngineConfig) -> EngineConfig:
+    """`config` with device and dtype decided: "auto" is the GPU where there is one, in bfloat16.
+
+    Raises Unavailable for device "cuda" without a GPU, InvalidArgument for an unknown name.
+    """
+    import torch
+
+    if config.device not in DEVICES:
+        raise InvalidArgument("device", config.device, f"one of {DEVICES}")
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Unavailable(
+            "device='cuda': torch sees no GPU; use device='cpu', or a CUDA build of torch"
+        )
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    return dataclasses.replace(config, device=device, dtype=dtype)
+
+
+def make_executor(config: EngineConfig, decoder: Decoder, sampler: Sampler) -> Any:
+    """Executor for the device of a config that `resolve_device` returned."""
+    if config.device == "cuda":
+        from granikv.executor.cuda_executor import CudaExecutor
+
+        return CudaExecutor(config, decoder, sampler)
+    from granikv.executor.torch_executor import TorchExecutor
+
+    return TorchExecutor(config, decoder, sampler)

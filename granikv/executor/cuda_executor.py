@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from granikv.attention.gpu import GpuAttention
+from granikv.attention.gpu import GpuAttention, default_capacities
+from granikv.attention.splits import PlanCutter
 from granikv.config import EngineConfig
 from granikv.core import Count, StepOutput, StepPlan
 from granikv.errors import InvalidArgument, Unavailable
@@ -91,7 +92,18 @@ class CudaExecutor:
         self._slots = torch.zeros(rows + 1, max_seq_len, dtype=torch.int32, device=self.device)
         self.last_sampled = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
         self.prompt_lens = np.zeros(rows, np.int64)
-        self.attention = GpuAttention(model, self.k_arena, self.v_arena, self._slots)
+        attention_shape = GpuAttention.shape_of(model, dtype)
+        capacities = replace(
+            default_capacities(rows + 1, attention_shape),
+            max_rows=max(engine_config.max_num_batched_tokens, rows + 16),
+        )
+        self.attention = GpuAttention(
+            model, self.k_arena, self.v_arena, self._slots, capacities=capacities
+        )
+        self.plan_cutter = PlanCutter(
+            self.attention.shape, self.attention.num_sms, capacities.max_partials
+        )
+        self.device_name = torch.cuda.get_device_name(self.device) if self.on_gpu else "cpu"
         rotary = decoder.rotary
         self.attention.rope = (rotary.cos.to(self.device), rotary.sin.to(self.device))
         decoder.rope_in_attend = True
@@ -171,17 +183,24 @@ class CudaExecutor:
         is_decode = num_rows == int(plan.counts[Count.NUM_DECODE_ROWS]) and (
             handle.num_samples == num_rows
         )
-        num_writes = int(plan.counts[Count.NUM_SLOT_WRITES])
         bucket = row_bucket(num_rows)
-        if is_decode and num_writes <= bucket and bucket <= self.config.max_requests:
+        if int(plan.counts[Count.NUM_SLOT_WRITES]) > num_rows:
+            self._write_slots(plan)  # admissions bring the slots of whole cached prefixes
+        if is_decode and bucket <= self.config.max_requests:
             rows = self._rows.send(plan, bucket)
             logits = self._decode(plan, rows, bucket)
         else:
-            rows = self._rows.send(plan, max(num_rows, num_writes))
+            rows = self._rows.send(plan, num_rows)
             self.attention.prepare(plan)
             logits = self._forward(rows, num_rows, rows["sample_row"][: handle.num_samples])
         if handle.num_samples:
             self._sample(plan, handle, logits, rows)
+
+    def _write_slots(self, plan: StepPlan) -> None:
+        writes = plan.slot_writes[: plan.counts[Count.NUM_SLOT_WRITES]].astype(np.int64)
+        index = torch.from_numpy(writes[:, 0] * self._slots.shape[1] + writes[:, 1])
+        slots = torch.from_numpy(writes[:, 2].astype(np.int32))
+        self._slots.view(-1).index_copy_(0, index.to(self.device), slots.to(self.device))
 
     def _decode(self, plan: StepPlan, rows: dict[str, torch.Tensor], bucket: int) -> torch.Tensor:
         """Logits [bucket, vocab] of a step in which every row decodes."""

@@ -41,7 +41,7 @@ class DeviceRows:
         }
 
     def send(self, plan: StepPlan, num_rows: int) -> dict[str, torch.Tensor]:
-        """Copy the plan's rows, padded to num_rows >= rows and slot writes; returns `views`.
+        """Copy the plan's rows, padded to num_rows, and up to that many slot writes.
 
         Padded rows: token 0 at position 0 of request row 0, sampled like the others and dropped.
         """
@@ -58,8 +58,10 @@ class DeviceRows:
         host[1, :rows] = plan.row_request[:rows]
         host[2, :rows] = plan.row_position[:rows]
         host[3, :samples] = plan.sample_rows[:samples]
-        writes = plan.slot_writes[:count].astype(np.int64)
         host[4] = self.dummy_index
+        if count > rows:
+            count = 0  # too many to ride along: the executor has written them
+        writes = plan.slot_writes[:count].astype(np.int64)
         host[4, :count] = writes[:, 0] * self.max_seq_len + writes[:, 1]
         host[5, :count] = writes[:, 2]
         self._device[:size].copy_(self._staging[turn][:size], non_blocking=True)

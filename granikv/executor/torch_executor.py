@@ -47,7 +47,7 @@ class TorchExecutor:
     """
 
     def __init__(self, engine_config: EngineConfig, decoder: Decoder, sampler: Sampler):
-        if engine_config.dtype != "float32":
+        if engine_config.dtype not in ("auto", "float32"):
             raise InvalidArgument("dtype", engine_config.dtype, "'float32' on the CPU")
         model = decoder.config
         if engine_config.num_threads:
