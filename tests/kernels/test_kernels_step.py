@@ -8,6 +8,8 @@ import math
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from support import ABSURD, DEVICE, DTYPES, ON_GPU, Row, Step, compare
 
 from granikv.attention import reference
@@ -46,7 +48,8 @@ def test_ragged_groups_in_every_layout(layout, dtype):
 @pytest.mark.parametrize("heads", [(9, 3), (5, 1), (6, 1), (7, 1), (16, 1), (3, 3), (8, 1)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_c29_group_sizes(heads, dtype):
-    Step([*MIXED[:3], EXTENDS[0]], heads=heads, dtype=dtype).check()
+    rows = [Row([EVERYONE], 37), Row([EVERYONE], 5), Row([OTHER], 9, num_new=4)]
+    Step(rows, heads=heads, dtype=dtype).check()
 
 
 @pytest.mark.parametrize("dim", [96, 128, 256])
@@ -59,6 +62,22 @@ def test_c29_head_sizes(dim, dtype):
 def test_half_types(dtype):
     """Under the interpreter this is the canary of the dot helper: bf16 there is bit patterns."""
     Step([MIXED[0], MIXED[5], EXTENDS[0]], dtype=dtype).check()
+
+
+@triton.jit
+def _plain_dot(a_ptr, b_ptr, out_ptr):
+    i = tl.arange(0, 16)
+    at = i[:, None] * 16 + i[None, :]
+    tl.store(out_ptr + at, tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at)))
+
+
+@pytest.mark.skipif(ON_GPU, reason="about the interpreter")
+def test_canary_the_interpreter_still_multiplies_bf16_bits():
+    """When this fails the interpreter has learned bf16: the dot helpers may stop widening."""
+    a, b = torch.randn(16, 16).bfloat16(), torch.randn(16, 16).bfloat16()
+    out = torch.zeros(16, 16)
+    _plain_dot[(1,)](a, b, out)
+    assert not torch.allclose(out, a.float() @ b.float(), rtol=0.1, atol=0.1)
 
 
 def test_prefix_only_and_zero_length_suffix():
@@ -166,6 +185,18 @@ def test_bad_input_names_the_argument():
     with pytest.raises(InvalidArgument, match="k_arena"):
         step.attention()
     step = Step(MIXED[:2])
+    attention = step.attention()
+    attention.prepare(step.plan, step.split.layout)
+    good = [x.to(DEVICE) for x in (step.q, step.new_k, step.new_v)]
+    for index, name, bad in (
+        (0, "q", good[0].double()),
+        (0, "q", good[0][:, :-1]),
+        (1, "k", good[1].transpose(1, 2).contiguous().transpose(1, 2)),
+        (2, "v", torch.zeros(good[2].numel() + 1, device=DEVICE)[1:].view(good[2].shape)),
+    ):
+        inputs = [bad if i == index else x for i, x in enumerate(good)]
+        with pytest.raises(InvalidArgument, match=f"^{name}: expected"):
+            attention.run(1, *inputs)
     step.plan.hot_items[0, 6] = 7
     with pytest.raises(ValueError, match="7"):
         step.run()
