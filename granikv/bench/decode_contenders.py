@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from granikv.errors import InvalidArgument
+from granikv.sampling_params import SamplingParams
 
 Answers = list[list[int]]
 
@@ -50,36 +51,48 @@ class EngineContender:
     def decode(
         self, prompts: list[list[int]], prefix_len: int, num_steps: int
     ) -> tuple[float, Answers]:
-        from granikv.sampling_params import SamplingParams
-
+        # first everything is cached, so that then all requests decode together
+        self._generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
         params = SamplingParams(max_tokens=2 * num_steps, temperature=0.0, ignore_eos=True)
-        answers: dict[str, list[int]] = {}
-        for prompt in prompts:
-            request_id = f"{self.name}-{self._next_id}"
-            self._next_id += 1
-            answers[request_id] = []
-            self.engine.add_request(request_id, prompt, params)
-
-        def step() -> int:
-            outputs = self.engine.step()
-            for out in outputs:
-                if out.error is not None:
-                    raise out.error
-                answers[out.request_id] += out.token_ids
-            return sum(len(out.token_ids) for out in outputs)
-
+        answers = self._add(prompts, params)
         while not all(answers.values()):
-            step()
-        step()  # a step that was launched while the last prefill ran
+            self._step(answers)
+        self._step(answers)  # a step that was launched while the last prefill ran
         start, made = time.perf_counter(), 0
         while made < (num_steps - 1) * len(prompts):
-            made += step()
+            made += self._step(answers)
         elapsed_s = time.perf_counter() - start
         for request_id in answers:
             self.engine.abort(request_id)
         while self.engine.has_work():
             self.engine.step()
         return elapsed_s * len(prompts) / made, [ids[:num_steps] for ids in answers.values()]
+
+    def _add(self, prompts: list[list[int]], params: SamplingParams) -> dict[str, list[int]]:
+        """Queue the prompts; returns request id -> the token ids to come."""
+        answers: dict[str, list[int]] = {}
+        for prompt in prompts:
+            request_id = f"{self.name}-{self._next_id}"
+            self._next_id += 1
+            answers[request_id] = []
+            self.engine.add_request(request_id, prompt, params)
+        return answers
+
+    def _generate(self, prompts: list[list[int]], params: SamplingParams) -> None:
+        answers = self._add(prompts, params)
+        while self.engine.has_work():
+            self._step(answers)
+
+    def _step(self, answers: dict[str, list[int]]) -> int:
+        """One step; returns the tokens that it made."""
+        if not self.engine.has_work():
+            raise RuntimeError(f"{self.name}: requests ended before they all decoded together")
+        outputs = self.engine.step()
+        for out in outputs:
+            if out.error is not None:
+                raise out.error
+            answers[out.request_id] += out.token_ids
+        return sum(len(out.token_ids) for out in outputs)
 
     def near_tie(
         self, prompt: list[int], prefix_len: int, got: list[int], expected: list[int], share: float

@@ -193,6 +193,8 @@ class CacheManager:
         Raises ArenaExhausted if eviction cannot make room for all of them; what some of them
         already took inside their nodes is kept for the next call.
         """
+        if not requests:
+            return np.empty(0, np.int32)
         ends = np.fromiter((r.leaf_end for r in requests), np.int32, len(requests))
         if (positions < ends).any():  # a last prefill piece of one token: rare, one by one
             parts = [

@@ -367,3 +367,16 @@ def test_a_step_tries_a_bounded_number_of_requests_without_room(monkeypatch):
         num_finished += sum(out.finished for out in engine.step())
     assert num_finished == 50
     engine.close()
+
+
+def test_steps_without_work_keep_nothing():
+    """A step that schedules nobody leaves no slot write behind for a plan that never comes."""
+    engine = steady_engine(8, 2, 512, 0, 4, 40, 0)
+    for request_id in list(engine.requests):
+        engine.abort(request_id)
+    while engine.has_work():
+        engine.step()
+    engine.cache.take_slot_writes()
+    for _ in range(20):
+        assert engine.step() == []
+    assert engine.cache.slot_writes == []
