@@ -106,6 +106,10 @@ class TokenArena:
         for run in np.split(ordered, breaks):
             self.free_extent(int(run[0]), len(run))
 
+    def free_ranges(self) -> list[tuple[int, int]]:
+        """Free slots as ranges [start, end), by address."""
+        return list(zip(self._starts, self._ends, strict=True))
+
     def is_free(self, slot: int) -> bool:
         i = bisect_left(self._ends, slot + 1)
         return i < len(self._starts) and self._starts[i] <= slot

@@ -52,6 +52,12 @@ class Node:
     def is_hot(self) -> bool:
         return self.extent is not None
 
+    def stored_slots(self) -> np.ndarray:
+        """int32 [allocated]: the slots it holds, in token order."""
+        if self.extent is not None:
+            return np.arange(self.extent, self.extent + self.allocated, dtype=np.int32)
+        return np.empty(0, np.int32) if self.slots is None else self.slots[: self.allocated]
+
     @property
     def is_complete(self) -> bool:
         return self.published == len(self.tokens)

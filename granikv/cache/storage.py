@@ -14,6 +14,9 @@ import numpy as np
 
 from granikv.cache.arena import TokenArena
 from granikv.cache.prefix_tree import Node, PrefixTree
+from granikv.cache.windows import cheapest_window
+
+DEMAND_COST = 4.0  # of evicting a slot that a waiting request wants, beside 1 to 2 for any
 
 
 class NodeStorage:
@@ -96,19 +99,64 @@ class NodeStorage:
         self._num_evictable = None
 
     def reserve_extent(self, node: Node) -> int | None:
-        """First slot of a free extent for the node; None: none is long enough.
+        """First slot of a free extent for the node, evicting where that makes room for it.
 
-        A COLD node's slots return when the step that copies them, the next one, has finished.
+        None: slots in use leave no run that is long enough. A COLD node's slots return when the
+        step that copies them, the next one, has finished.
         """
         start = self.arena.allocate_extent(len(node))
+        if start is None and self._clear_window(node):
+            start = self.arena.allocate_extent(len(node))
         if start is None:
             return None
         if node.slots is not None:
             self.retire(node.slots[: node.allocated], self.launched_step + 1)
+            node.reader_step = self._newest_reader_step = self.launched_step + 1  # its copy
         node.extent, node.slots, node.allocated = start, None, len(node)
         self.tree.version += 1
         self._num_evictable = None
         return start
+
+    def _clear_window(self, node: Node) -> bool:
+        """Evict what lies in the cheapest run of free and idle slots that holds the node."""
+        if len(node) > self.arena.num_free + self.num_evictable():
+            return False
+        path: set[Node] = set()
+        above: Node | None = node
+        while above is not None:
+            path.add(above)
+            above = above.parent
+        idle = [n for n in self.tree.nodes() if n.allocated and n not in path and self._is_idle(n)]
+        newest = max((n.last_use for n in idle), default=0.0)
+        oldest = min((n.last_use for n in idle), default=0.0)
+        cost = np.full(self.arena.num_usable, np.inf)
+        for first, end in self.arena.free_ranges():
+            cost[first:end] = 0.0
+        for other in idle:  # the newest counts twice the oldest, what somebody waits for 4 more
+            age = (other.last_use - oldest) / (newest - oldest) if newest > oldest else 0.0
+            cost[other.stored_slots()] = 1.0 + age + (DEMAND_COST if other.users else 0.0)
+        start = cheapest_window(cost, len(node))
+        if start is None:
+            return False
+        freed = 0
+        for other in idle:
+            freed += self._trim_out_of(other, start, start + len(node))
+        self.counters["evicted_tokens"] += freed
+        return True
+
+    def _trim_out_of(self, node: Node, low: int, high: int) -> int:
+        """Give back an idle node's part from its first slot in [low, high) on, and all below it."""
+        slots = node.stored_slots()
+        inside = np.flatnonzero((slots >= low) & (slots < high))
+        if not len(inside):
+            return 0
+        freed = 0
+        for below in list(self.tree.subtree(node)):
+            freed += self.trim(below, int(inside[0]) if below is node else 0)
+        for below in reversed(list(self.tree.subtree(node))):
+            if not below.allocated:
+                self.tree.prune(below)
+        return freed
 
     # --- shrinking ----------------------------------------------------------------------------
 

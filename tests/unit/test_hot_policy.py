@@ -82,6 +82,9 @@ def test_prefix_id_declares_what_its_requests_have_in_common():
     end(cache, first, now=0.0)
     second = start(cache, "b", [*PREFIX, *range(50, 80)], now=1e3, prefix_id="p")
     cache.plan_moves()
+    assert cache.evict(2000) == 30, "the copy of the other 40 has not run yet"
+    cache.step_launched(0)
+    cache.step_completed(0)
     assert second.shared_prefix_len == 40 == hot_tokens(cache, second)
     end(cache, second, now=1e3)
     cache.evict(2000)
