@@ -62,7 +62,7 @@ class Workload:
             for path in self.paths
         ]
 
-    def params(self, model: str | None, num_steps: int) -> dict:
+    def params(self, model: str | None, num_steps: int, dtype: str = "float32") -> dict:
         lens = [self.prefix_len(path) for path in self.paths]
         paths = sorted(set(self.paths), key=self.paths.index)
         return {
@@ -72,7 +72,7 @@ class Workload:
             "prefix_len": lens[0] if len(set(lens)) == 1 else lens,
             "suffix_len": self.suffix_len,
             "group_sizes": [self.paths.count(path) for path in paths],
-            "dtype": "float32",
+            "dtype": dtype,
             "steps": num_steps,
         }
 
@@ -193,7 +193,7 @@ def _run_workload(
         for name in step_ms
     }
     metrics = {n: _metrics(t, workload.batch) | answers_checked[n] for n, t in step_ms.items()}
-    params = workload.params(model, num_steps)
+    params = workload.params(model, num_steps, contenders[0].dtype)
     first = contenders[0].name
     cases = [
         _case(workload.name, params, metrics, step_ms, first, other.name)

@@ -20,6 +20,7 @@ Answers = list[list[int]]
 class Contender(Protocol):
     name: str
     vocab_size: int
+    dtype: str
 
     def decode(
         self, prompts: list[list[int]], prefix_len: int, num_steps: int
@@ -46,6 +47,7 @@ class EngineContender:
         self.name = name
         self.engine = Engine(EngineConfig(**settings))
         self.vocab_size = self.engine.model_config.vocab_size
+        self.dtype = self.engine.config.dtype
         self._next_id = 0
 
     def decode(
@@ -107,6 +109,7 @@ class TransformersContender:
     """`generate` with a static cache over the batch; the shared prefix's KV is computed once."""
 
     name = "transformers"
+    dtype = "float32"
 
     def __init__(self, model: str | None):
         import torch
