@@ -263,22 +263,21 @@ def make_view(
 
 
 def split_runs(slots: np.ndarray) -> tuple[list[tuple[int, int]], list[np.ndarray]]:
-    """Runs of at least MIN_VIEW_TOKENS neighbouring slots, rising or falling, and what is left.
+    """Runs of at least MIN_VIEW_TOKENS neighbouring slots, and what is left.
 
-    slots: int32 [n], distinct. The order of keys does not matter to rows that see all of them.
+    slots: int32 [n], distinct, of keys that the row sees all of: their order does not matter, so
+    pieces that were written apart but lie side by side are one run.
     """
     if len(slots) < MIN_VIEW_TOKENS:
         return [], [slots.copy()]
-    step = np.diff(slots)
-    change = np.flatnonzero(step[1:] != step[:-1]) + 1
-    first = np.concatenate(([0], change))
-    last = np.concatenate((change, [len(step)]))  # inclusive: a run of n slots has n - 1 steps
-    long = (np.abs(step[first]) == 1) & (last - first + 1 >= MIN_VIEW_TOKENS)
-    runs, keep = [], np.ones(len(slots), bool)
-    for a, b in zip(first[long], last[long], strict=True):
-        runs.append((int(min(slots[a], slots[b])), int(b - a + 1)))
-        keep[a : b + 1] = False
-    return runs, ([slots[keep]] if keep.any() else [])
+    ordered = np.sort(slots)
+    breaks = np.flatnonzero(np.diff(ordered) != 1) + 1
+    first = np.concatenate(([0], breaks))
+    length = np.diff(np.concatenate((first, [len(ordered)])))
+    long = length >= MIN_VIEW_TOKENS
+    runs = [(int(ordered[a]), int(n)) for a, n in zip(first[long], length[long], strict=True)]
+    rest = ordered[~np.repeat(long, length)]
+    return runs, ([rest] if len(rest) else [])
 
 
 def _row_of_partial(plan: StepPlan, num_decode_rows: int) -> np.ndarray:
