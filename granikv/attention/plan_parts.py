@@ -253,8 +253,8 @@ def make_view(
         hidden = np.arange(length)[None, :] >= visible[:, None]
         per_row = np.where(hidden, -np.inf, 0.0).astype(np.float32)
         mask = torch.from_numpy(np.repeat(per_row, group_size, axis=0))[None, None]
-    elif variant is HotVariant.CASCADE and len(rows) * group_size <= 32:
-        # one task per KV head: split the span so that tasks divide among the threads
+    elif variant is HotVariant.CASCADE:
+        # one task per KV head, or few: split the span so that tasks divide among the threads
         threads = torch.get_num_threads()
         num_splits = threads // math.gcd(num_kv_heads, threads)
         num_splits = max(1, min(num_splits, length // MIN_SPLIT_TOKENS))

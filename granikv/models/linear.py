@@ -11,7 +11,11 @@ import torch.nn.functional as F
 
 # Rows that the layout is made for; measured from 1 to 512 rows, it is best or equal from 4 on.
 PACKED_ROWS = 32
-MIN_PACKED_OUTPUTS = 1024  # smaller matrices stay in the cache: packing gains nothing
+MAX_PLAIN_ROWS = 2  # so few rows are read at memory speed by the plain product already
+# Small matrices are kept in both layouts (a third more memory for a small model, nothing for a
+# large one): packed ones lose up to half at one row, plain ones at 16.
+MAX_BOTH_ELEMENTS = 2**21
+MIN_PACKED_ELEMENTS = 2**16  # a smaller matrix is all call overhead
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -19,7 +23,7 @@ def can_pack(weight: torch.Tensor) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.float32
-        and weight.shape[0] >= MIN_PACKED_OUTPUTS
+        and weight.numel() >= MIN_PACKED_ELEMENTS
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
@@ -31,12 +35,14 @@ class Linear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
         self.bias = bias
-        self.weight = weight
-        self.is_packed = can_pack(weight)
-        if self.is_packed:
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+        self.packed: torch.Tensor | None = None
+        self.weight: torch.Tensor | None = weight
+        if can_pack(weight):
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+            if weight.numel() > MAX_BOTH_ELEMENTS:
+                self.weight = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.is_packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return F.linear(x, self.weight, self.bias)
+        if self.weight is not None and (self.packed is None or x.shape[0] <= MAX_PLAIN_ROWS):
+            return F.linear(x, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
