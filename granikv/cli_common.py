@@ -26,7 +26,7 @@ Settings = Annotated[
         help="A field of EngineConfig (`granikv inspect` lists them); may be repeated.",
     ),
 ]
-Threads = Annotated[int, typer.Option(min=0, help="Threads of torch; 0: its own choice.")]
+Threads = Annotated[int, typer.Option(min=0, max=1024, help="Threads of torch; 0: its own.")]
 
 
 @contextlib.contextmanager

@@ -49,6 +49,7 @@ UNIFORM_PAGE_TOKENS = 16  # the usual page of paged engines
 
 
 DEVICES = ("auto", "cpu", "cuda")
+MAX_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class EngineConfig:
         ):
             if getattr(self, name) < lowest:
                 raise InvalidArgument(name, getattr(self, name), f"at least {lowest}")
+        if not 0 <= self.num_threads <= MAX_THREADS:  # torch itself crashes on absurd numbers
+            raise InvalidArgument("num_threads", self.num_threads, f"0 to {MAX_THREADS}")
         if self.async_depth not in (0, 1):
             raise InvalidArgument("async_depth", self.async_depth, "0 or 1")
         if self.prefix_layout not in ("asymmetric", "uniform"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import http.client
 import importlib.metadata
 import json
 import platform
@@ -143,7 +144,7 @@ def read_series(address: str, timeout_s: float = 10.0) -> dict[str, float]:
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as answer:
             text = answer.read().decode()
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:  # no server, or one of another kind
         raise Unavailable(f"{url}: no metrics there ({error}); is the server running?") from None
     return {
         f"{name}{{{labels}}}" if labels else name: float(value)

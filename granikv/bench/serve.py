@@ -7,6 +7,7 @@ slower meanwhile does not favour one. Latencies are what perf_analyzer exported.
 from __future__ import annotations
 
 import contextlib
+import math
 import tempfile
 import time
 from collections.abc import Sequence
@@ -70,7 +71,12 @@ def run_serve_bench(
     """
     if repeats < 1:
         raise InvalidArgument("repeats", repeats, "at least 1")
-    if trace_speed is not None and (trace_speed <= 0 or isinstance(workload, AgentsWorkload)):
+    for load in loads:
+        rate = load.request_rate
+        if rate is not None and not (math.isfinite(rate) and rate > 0):
+            raise InvalidArgument("request_rate", rate, "a finite number above 0")
+    usable = trace_speed is None or (math.isfinite(trace_speed) and trace_speed > 0)
+    if not usable or (trace_speed is not None and isinstance(workload, AgentsWorkload)):
         raise InvalidArgument("trace_speed", trace_speed, "a number above 0, with a trace")
     perf_analyzer.find_perf_analyzer()
     console = console or Console()

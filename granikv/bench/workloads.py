@@ -79,7 +79,11 @@ def load_trace(path: str | Path, block_tokens: int = 0, max_requests: int = 0) -
 
 def _read_jsonl(path: Path, max_requests: int) -> list[TraceRequest]:
     requests: list[TraceRequest] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(path.name, str(error), "UTF-8 text") from None
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:

@@ -30,6 +30,7 @@ from granikv.env import read as read_variable
 from granikv.errors import GraniKVError, InvalidArgument, Unavailable
 from granikv.metrics import PROBE_PREFIX
 from granikv.serving.settings import default_python, parse_assignments
+from granikv.serving.signals import sigterm_unwinds
 from granikv.serving.tritonserver import (
     ServerAddress,
     find_model_repository,
@@ -332,22 +333,24 @@ def running_server(
         engine_config=engine_config,
         **handle_arguments,
     )
-    try:
-        handle.start()
-    except BaseException:
-        handle.close()
-        raise
-    thread = None
-    if supervised:
-        thread = threading.Thread(target=handle.supervise, args=(max_restarts,), daemon=True)
-        thread.start()
-    try:
-        yield handle
-    finally:
-        handle.stop_requested.set()
-        if thread is not None:
-            thread.join()
-        handle.stop()
+    with sigterm_unwinds():
+        try:
+            handle.start()
+        except BaseException:
+            handle.kill()
+            handle.close()
+            raise
+        thread = None
+        if supervised:
+            thread = threading.Thread(target=handle.supervise, args=(max_restarts,), daemon=True)
+            thread.start()
+        try:
+            yield handle
+        finally:
+            handle.stop_requested.set()
+            if thread is not None:
+                thread.join()
+            handle.stop()
 
 
 def main(arguments: list[str] | None = None) -> int:

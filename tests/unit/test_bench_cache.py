@@ -142,3 +142,10 @@ def test_shared_prefix_prompts_share_within_a_group_only():
     assert a[:32] == b[:32] != c[:32]
     assert a[32:] != b[32:]
     assert len(a) == 40
+
+
+def test_a_trace_that_is_no_text_is_refused_by_name(tmp_path):
+    path = tmp_path / "noise.jsonl"
+    path.write_bytes(bytes(range(256)) * 4)
+    with pytest.raises(InvalidArgument, match="noise.jsonl"):
+        load_trace(path)

@@ -1,0 +1,31 @@
+"""SIGTERM unwinds, so that what a command started is stopped."""
+
+import os
+import signal
+
+import pytest
+
+from granikv.serving.signals import sigterm_unwinds
+
+
+def test_sigterm_runs_finally_blocks_and_the_default_comes_back():
+    cleaned = []
+    with pytest.raises(SystemExit) as stopped, sigterm_unwinds():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pause()
+        finally:
+            cleaned.append(True)
+    assert cleaned == [True] and stopped.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_another_handler_is_left_alone():
+    seen = []
+    signal.signal(signal.SIGTERM, lambda *args: seen.append(args[0]))
+    try:
+        with sigterm_unwinds():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert seen == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
