@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import FAKE_ENV, start_server
 
 from granikv.errors import NotFound, Unavailable
 from granikv.serving.perf_analyzer import (
@@ -18,6 +17,7 @@ from granikv.serving.perf_analyzer import (
     write_interval_file,
 )
 from granikv.serving.tritonserver import find_model_repository
+from tests.serving.conftest import FAKE_ENV, start_server
 
 
 def test_parse_profile_drops_the_empty_final_response():
