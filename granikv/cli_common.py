@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from granikv.config import MAX_THREADS
+
 if TYPE_CHECKING:
     from granikv.config import EngineConfig
 
@@ -26,7 +28,7 @@ Settings = Annotated[
         help="A field of EngineConfig (`granikv inspect` lists them); may be repeated.",
     ),
 ]
-Threads = Annotated[int, typer.Option(min=0, max=1024, help="Threads of torch; 0: its own.")]
+Threads = Annotated[int, typer.Option(min=0, max=MAX_THREADS, help="Threads of torch; 0: its own.")]
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from granikv.config import EngineConfig
 from granikv.core import Count, StepOutput, StepPlan
 from granikv.errors import InvalidArgument, Unavailable
 from granikv.executor.device_rows import DeviceRows
+from granikv.executor.step_setup import apply_moves, take_rows
 from granikv.models.llama import Decoder
 from granikv.sampling import Sampler
 
@@ -45,7 +46,6 @@ class _Handle:
 class _Graph:
     graph: Any  # torch.cuda.CUDAGraph
     logits: torch.Tensor
-    runs: int = 0
 
 
 @dataclass
@@ -108,7 +108,7 @@ class CudaExecutor:
         self.attention.rope = (rotary.cos.to(self.device), rotary.sin.to(self.device))
         decoder.rope_in_attend = True
         self._rows = DeviceRows(
-            max(engine_config.max_num_batched_tokens, rows) + max_seq_len,
+            max(engine_config.max_num_batched_tokens, rows),
             max_seq_len,
             rows * max_seq_len,
             self.device,
@@ -177,8 +177,8 @@ class CudaExecutor:
     # -- one step ------------------------------------------------------------------------------
 
     def _step(self, plan: StepPlan, handle: _Handle) -> None:
-        self._take_rows(plan)
-        self._move(plan)
+        take_rows(plan, self.prompt_lens, self.sampler)
+        apply_moves(plan, (self.k_arena, self.v_arena))
         num_rows = int(plan.counts[Count.NUM_ROWS])
         is_decode = num_rows == int(plan.counts[Count.NUM_DECODE_ROWS]) and (
             handle.num_samples == num_rows
@@ -217,7 +217,6 @@ class CudaExecutor:
                 return self._forward(rows, bucket, None)
             entry = self._graphs[key] = self._capture(rows, bucket)
         entry.graph.replay()
-        entry.runs += 1
         self.graph_counts.replays += 1
         return entry.logits
 
@@ -264,23 +263,6 @@ class CudaExecutor:
             ids = torch.from_numpy(handle.output.token_ids).long().to(self.device)
         sampled = rows["request"].index_select(0, rows["sample_row"][:count])
         self.last_sampled.index_copy_(0, sampled, ids)
-
-    def _take_rows(self, plan: StepPlan) -> None:
-        """Sampler state of newly admitted requests, in step order: a row may just be freed."""
-        for new in plan.new_requests:
-            self.prompt_lens[new.row] = len(new.prompt_token_ids)
-            self.sampler.set_request(
-                new.row, new.params, new.prompt_token_ids, new.output_token_ids, new.request_id
-            )
-
-    def _move(self, plan: StepPlan) -> None:
-        """Copy scattered slots to a contiguous range, in every layer, before append."""
-        for move in plan.moves:
-            source = torch.from_numpy(np.asarray(move.src_slots, dtype=np.int64)).to(self.device)
-            target = slice(move.dst_start, move.dst_start + move.length)
-            for arena in (self.k_arena, self.v_arena):
-                for layer in arena:
-                    layer[target] = layer[source]
 
 
 def row_bucket(num_rows: int) -> int:

@@ -16,7 +16,7 @@ FIELDS = ("token", "request", "position", "sample_row", "write_index", "write_sl
 
 
 class DeviceRows:
-    """int64 buffers for up to max_rows rows and max_rows slot writes.
+    """int64 buffers for up to max_rows rows and as many slot writes.
 
     max_seq_len: width of request_slots; dummy_index: flat index into it that padding may write.
     """

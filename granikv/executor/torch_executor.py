@@ -19,6 +19,7 @@ from granikv.attention.cpu import CpuAttention
 from granikv.config import EngineConfig, ModelConfig
 from granikv.core import Count, StepOutput, StepPlan
 from granikv.errors import InvalidArgument, Unavailable
+from granikv.executor.step_setup import apply_moves, take_rows
 
 
 class Decoder(Protocol):
@@ -86,8 +87,8 @@ class TorchExecutor:
         begin = time.perf_counter()
         num_rows = int(plan.counts[Count.NUM_ROWS])
         num_samples = int(plan.counts[Count.NUM_SAMPLE_ROWS])
-        self._take_rows(plan)
-        self._move(plan)
+        take_rows(plan, self.prompt_lens, self.sampler)
+        apply_moves(plan, (self.k_arena, self.v_arena))
         writes = torch.from_numpy(plan.slot_writes[: plan.counts[Count.NUM_SLOT_WRITES]]).long()
         self.request_slots[writes[:, 0], writes[:, 1]] = writes[:, 2].int()
         self.attention.prepare(plan)
@@ -111,23 +112,6 @@ class TorchExecutor:
             output.logits = logits.numpy()
         output.elapsed_s = time.perf_counter() - begin
         return output
-
-    def _take_rows(self, plan: StepPlan) -> None:
-        """Sampler state of newly admitted requests, in step order: a row may just have been freed."""
-        for new in plan.new_requests:
-            self.prompt_lens[new.row] = len(new.prompt_token_ids)
-            self.sampler.set_request(
-                new.row, new.params, new.prompt_token_ids, new.output_token_ids, new.request_id
-            )
-
-    def _move(self, plan: StepPlan) -> None:
-        """Copy scattered slots to a contiguous range, in every layer, before append."""
-        for move in plan.moves:
-            source = torch.from_numpy(np.asarray(move.src_slots, dtype=np.int64))
-            target = slice(move.dst_start, move.dst_start + move.length)
-            for arena in (self.k_arena, self.v_arena):
-                for layer in arena:
-                    layer[target] = layer[source]
 
 
 def _require_memory(arena_bytes: int, capacity_tokens: int) -> None:
