@@ -1,15 +1,12 @@
 """GPU attention: the recipe append, HOT, COLD, merge, extend over the plan's work items.
 
-The plan's arrays go to fixed device buffers once per step; a layer only launches. Inside a CUDA
-graph the grids are capacities (powers of two of the SM count) and surplus blocks exit, so one
-graph serves every plan with the same `graph_key`.
+The plan's arrays go to fixed device buffers once per step (plan_buffers.py); a layer only launches.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -19,21 +16,19 @@ from granikv.attention.kernels.extend import extend_attention
 from granikv.attention.kernels.hot import EVERY_VARIANT, hot_prefix_attention
 from granikv.attention.kernels.merge import merge_states
 from granikv.attention.kernels.small import small_step_attention
-from granikv.attention.variants import (
-    LAYOUTS,
-    AttentionShape,
-    HotTile,
-    Layout,
-    extend_tile,
+from granikv.attention.plan_buffers import (
+    PlanBuffers,
+    attention_shape,
+    default_capacities,
+    sm_count,
 )
+from granikv.attention.variants import AttentionShape, HotTile, Layout, extend_tile
 from granikv.config import ModelConfig
-from granikv.core import PLAN_FIELDS, Count, HotVariant, PlanCapacities, SpanKind, StepPlan
+from granikv.core import HotVariant, PlanCapacities, StepPlan
 from granikv.errors import InvalidArgument
 
-NOT_READ_HERE = ("row_token", "sample_rows", "slot_writes")
 
-
-class GpuAttention:
+class GpuAttention(PlanBuffers):
     """Attention of one engine on a GPU: `prepare` once per step, `run` once per layer.
 
     k_arena, v_arena: [num_layers, capacity, Hkv, D], one dtype with q; request_slots: int32
@@ -61,51 +56,24 @@ class GpuAttention:
                 raise InvalidArgument(name, arena.stride(), f"contiguous, on {k_arena.device}")
         if request_slots.dtype != torch.int32 or request_slots.device != k_arena.device:
             raise InvalidArgument("request_slots", request_slots.dtype, "int32, on the device")
-        self.shape = self.shape_of(model_config, k_arena.dtype)
+        shape, device = self.shape_of(model_config, k_arena.dtype), k_arena.device
+        capacities = capacities or default_capacities(request_slots.shape[0], shape)
+        super().__init__(shape, capacities, device, sm_count(device))
         self.sm_scale = model_config.head_dim**-0.5
         self.k_arena, self.v_arena, self.request_slots = k_arena, v_arena, request_slots
-        self.device = k_arena.device
-        self.on_gpu = self.device.type == "cuda"
-        self.num_sms = 1
-        if self.on_gpu:
-            self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         # dependent launches need sm_90
         self.pdl = self.on_gpu and torch.cuda.get_device_capability(self.device) >= (9, 0)
         self.pdl = self.pdl if pdl is None else pdl
-        self.capacities = capacities or default_capacities(request_slots.shape[0], self.shape)
-        self._make_buffers()
+        self._make_device_buffers()
         self.rope: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @staticmethod
     def shape_of(model_config: ModelConfig, dtype: torch.dtype) -> AttentionShape:
-        """The shape that plan_splits needs. Raises Unsupported for heads without a kernel."""
-        heads = (model_config.num_qo_heads, model_config.num_kv_heads, model_config.head_dim)
-        return AttentionShape(*heads, element_bytes=dtype.itemsize)
+        """See plan_buffers.attention_shape."""
+        return attention_shape(model_config, dtype)
 
-    def _make_buffers(self) -> None:
+    def _make_device_buffers(self) -> None:
         rows = self.capacities.max_rows
-        sizes = {
-            f.name: self.capacities.resolve(f.shape)
-            for f in PLAN_FIELDS
-            if f.where == "device" and f.name not in NOT_READ_HERE
-        }
-        sizes["extend_tiles"] = (rows + self.capacities.max_requests, 2)
-        at, places = 0, {}
-        for name, size in sizes.items():
-            places[name] = (at, int(np.prod(size)), size)
-            at += -(-places[name][1] // 4) * 4  # 16-byte aligned, as the kernels are told
-        self._packed = torch.zeros(at, dtype=torch.int32, device=self.device)
-        self.plan = {n: self._packed[a : a + c].view(s) for n, (a, c, s) in places.items()}
-        # two staging buffers: one may still be on its way when the next step is prepared
-        self._staging = [
-            torch.zeros(at, dtype=torch.int32, pin_memory=self.on_gpu) for _ in range(2)
-        ]
-        self._host = [
-            {n: s[a : a + c].view(z).numpy() for n, (a, c, z) in places.items()}
-            for s in self._staging
-        ]
-        self._copied: list[Any] = [torch.cuda.Event() for _ in range(2)] if self.on_gpu else []
-        self._turn = 0
         heads, dim = self.shape.num_qo_heads, self.shape.head_dim
         states = max(1, self.capacities.max_partials)
         self.o_partials = torch.zeros(states, heads, dim, device=self.device)
@@ -119,58 +87,11 @@ class GpuAttention:
     # -- once per step -------------------------------------------------------------------------
 
     def prepare(self, plan: StepPlan, layout: Layout | None = None, capture: bool = False) -> None:
-        """Send the plan to the device; one copy, no wait on the GPU.
-
-        layout: None takes the plan's own (`plan.layout`, a name of LAYOUTS), or one by its items.
-        capture: grids are capacity classes instead of exact, for a graph that serves other plans.
-        Raises InvalidArgument when an array is over its capacity, ValueError for an unknown
-        kind or variant.
-        """
-        turn = self._turn = 1 - self._turn
-        if self.on_gpu:
-            self._copied[turn].synchronize()
-        counts = plan.counts
-        self.num_rows = int(counts[Count.NUM_ROWS])
-        self.num_decode_rows = int(counts[Count.NUM_DECODE_ROWS])
-        num_hot, num_cold = int(counts[Count.NUM_HOT_ITEMS]), int(counts[Count.NUM_COLD_ITEMS])
-        num_extend = int(counts[Count.NUM_EXTEND_REQUESTS])
-        used = {
-            "counts": 16,
-            "row_request": self.num_rows,
-            "row_position": self.num_rows,
-            "slot_mapping": self.num_rows,
-            "hot_items": num_hot,
-            "hot_rows": int(counts[Count.NUM_HOT_ROWS]),
-            "cold_items": num_cold,
-            "merge_indptr": self.num_decode_rows + 1,
-            "qo_indptr": num_extend + 1,
-            "extend_indptr": num_extend + 1,
-            "extend_segments": int(counts[Count.NUM_EXTEND_SEGMENTS]),
-        }
-        if self.num_decode_rows:
-            used["merge_partials"] = int(plan.merge_indptr[self.num_decode_rows])
-        if int(counts[Count.NUM_PARTIALS]) > self.o_partials.shape[0]:
-            raise InvalidArgument(
-                "num_partials", counts[Count.NUM_PARTIALS], f"at most {self.o_partials.shape[0]}"
-            )
-        host = self._host[turn]
-        for name, count in used.items():
-            source = getattr(plan, name)[:count]
-            if count > len(host[name]):
-                raise InvalidArgument(name, count, f"at most {len(host[name])} entries")
-            if source.ndim == 2:
-                host[name][:count, : source.shape[1]] = source
-            else:
-                host[name][:count] = source
-        self._check_items(host["hot_items"][:num_hot], host["cold_items"][:num_cold])
-        self.layout = layout or self._layout_of(plan, host["hot_items"][:num_hot])
-        self._set_grids(host, num_hot, num_cold, num_extend, capture)
+        """PlanBuffers.prepare, and the descriptors that the layout's tiles load K and V by."""
+        super().prepare(plan, layout, capture)
         for tile in (self.layout.hot, self.layout.gemm):
             if tile is not None and tile.tma:
                 self._make_descriptors(tile)
-        self._packed.copy_(self._staging[turn], non_blocking=True)
-        if self.on_gpu:
-            self._copied[turn].record()
 
     def _make_descriptors(self, tile: HotTile) -> None:
         """Descriptors of every layer's K and V for the tile's blocks, once per block size."""
@@ -185,67 +106,6 @@ class GpuAttention:
                 )
                 for layer in range(self.k_arena.shape[0])
             ]
-
-    @property
-    def graph_key(self) -> tuple[str, int, int, int, bool]:
-        """Plans prepared with capture=True and equal keys (and rows) may share a graph."""
-        grids = (self._hot_grid, self._cold_grid, self._row_tiles)
-        return (self.layout.name, *grids, self._has_runs)
-
-    def _check_items(self, hot: np.ndarray, cold: np.ndarray) -> None:
-        for values, allowed, name in (
-            (hot[:, 6], HotVariant, "hot variant"),
-            (cold[:, 1], SpanKind, "span kind"),
-        ):
-            wrong = values[(values < 0) | (values >= len(allowed))]
-            if len(wrong):
-                raise ValueError(f"{name}: expected one of {list(allowed)}, got {wrong[0]}")
-
-    def _layout_of(self, plan: StepPlan, hot: np.ndarray) -> Layout:
-        name = getattr(plan, "layout", "")
-        if name:
-            if name not in LAYOUTS:
-                raise ValueError(f"layout: expected one of {sorted(LAYOUTS)}, got {name!r}")
-            return LAYOUTS[name]
-        stacked = int(hot[:, 1].max(initial=0)) * self.shape.group_size
-        if not len(hot):
-            return LAYOUTS["flat"]
-        return LAYOUTS["small" if stacked <= 48 else "mid" if stacked <= 128 else "large"]
-
-    def _set_grids(
-        self, host: dict, num_hot: int, num_cold: int, num_extend: int, capture: bool
-    ) -> None:
-        block_m = self.layout.hot.fit(self.shape).block_m
-        rows = host["hot_items"][:num_hot, 1] * self.shape.group_size
-        self._row_tiles = int(-(-rows.max(initial=1) // block_m))
-        self._has_runs = bool((host["cold_items"][:num_cold, 1] == SpanKind.RUN).any())
-        self._hot_grid, self._cold_grid = num_hot, num_cold
-        if capture:
-            self._hot_grid = self._grid_class(num_hot, self.capacities.max_hot_items)
-            self._cold_grid = self._grid_class(num_cold, self.capacities.max_cold_items)
-        self._num_tiles = 0
-        if num_extend:
-            indptr = host["qo_indptr"][: num_extend + 1].astype(np.int64)
-            stacked = np.diff(indptr) * self.shape.group_size
-            block_m = extend_tile(self.shape).block_m
-            tiles = -(-stacked // block_m)
-            request = np.repeat(np.arange(num_extend), tiles)
-            tile = np.arange(len(request)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-            # later tiles see more keys
-            last = indptr[request] + (tile + 1) * block_m // self.shape.group_size
-            keys = host["row_position"][np.minimum(last, indptr[request + 1]) - 1]
-            order = np.argsort(-keys, kind="stable")
-            self._num_tiles = len(order)
-            host["extend_tiles"][: len(order)] = np.stack([request, tile], 1)[order]
-
-    def _grid_class(self, num_items: int, capacity: int) -> int:
-        """Smallest power of two times the SM count, in blocks, that holds the items."""
-        if num_items == 0:
-            return 0
-        items = max(1, self.num_sms // self.shape.num_kv_heads)
-        while items < num_items:
-            items *= 2
-        return min(items, capacity)
 
     # -- once per layer ------------------------------------------------------------------------
 
@@ -276,7 +136,7 @@ class GpuAttention:
             self._decode(layer, q, out)
         extend_attention(
             q, k_layer, v_layer, self.request_slots, self.plan, self.sm_scale, out,
-            shape=self.shape, tile=extend_tile(self.shape), num_tiles=self._num_tiles,
+            shape=self.shape, tile=extend_tile(self.shape), num_tiles=self.num_tiles,
         )  # fmt: skip
         return out.view(num_rows, self.shape.num_qo_heads * self.shape.head_dim)
 
@@ -306,20 +166,20 @@ class GpuAttention:
             "lse_partials": self.lse_partials,
             "shape": self.shape,
         }
-        one_stream = layout.one_launch or not (self._hot_grid and self._cold_grid)
+        one_stream = layout.one_launch or not (self.hot_grid and self.cold_grid)
         # across two streams a dependent merge was measured: no gain, up to 4% slower at B=256
         pdl = self.pdl and one_stream and layout.gemm is None
         cold = inputs | {
             "request_slots": self.request_slots,
             "tile": layout.cold,
-            "num_items": self._cold_grid,
-            "has_runs": self._has_runs,
+            "num_items": self.cold_grid,
+            "has_runs": self.has_runs,
         }
-        if layout.one_launch and self._hot_grid:
+        if layout.one_launch and self.hot_grid:
             small_step_attention(
                 **inputs, request_slots=self.request_slots, tile=layout.hot, cold_n=layout.cold.block_n,
-                has_runs=self._has_runs, num_row_tiles=self._row_tiles,
-                num_items=self._hot_grid * self._row_tiles + self._cold_grid, pdl=pdl,
+                has_runs=self.has_runs, num_row_tiles=self.row_tiles,
+                num_items=self.hot_grid * self.row_tiles + self.cold_grid, pdl=pdl,
             )  # fmt: skip
         elif one_stream or not self.on_gpu:
             self._hot(layer, inputs, pdl)
@@ -353,19 +213,5 @@ class GpuAttention:
             made = self._descriptors.get(tile.fit(self.shape).block_n) if tile.tma else None
             hot_prefix_attention(
                 **inputs, descriptors=made[layer] if made else None, tile=tile,
-                num_items=self._hot_grid, num_row_tiles=self._row_tiles, variant=variant, pdl=pdl,
+                num_items=self.hot_grid, num_row_tiles=self.row_tiles, variant=variant, pdl=pdl,
             )  # fmt: skip
-
-
-def default_capacities(max_requests: int, shape: AttentionShape) -> PlanCapacities:
-    """Sizes for max_requests decode rows and 8,192 rows of a step."""
-    return PlanCapacities(
-        max_requests=max_requests,
-        max_rows=max(8192, max_requests),
-        max_hot_items=4096,
-        max_hot_rows=8 * max_requests,
-        max_cold_items=max(4096, 4 * max_requests),
-        max_partials=max(4096, 8 * max_requests),
-        max_extend_segments=16 * max_requests,
-        max_slot_writes=1,
-    )

@@ -1,0 +1,279 @@
+"""Runs StepPlans on one device: decode steps as CUDA graphs, all others eagerly.
+
+What the model is (a torch decoder, a TensorRT engine) is the subclass's. A step: moves, slot writes, input ids, decoder, sampler; then the sampled ids start their way to
+the host. `launch` returns as soon as the work is queued. The next step reads the sampled ids on
+the device, so it can be queued before they reach the host.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from granikv.attention.plan_buffers import PlanBuffers, attention_shape, step_capacities
+from granikv.attention.splits import PlanCutter
+from granikv.config import EngineConfig, ModelConfig
+from granikv.core import Count, StepOutput, StepPlan
+from granikv.errors import InvalidArgument, Unavailable
+from granikv.executor.device_rows import DeviceRows
+from granikv.executor.step_setup import apply_moves, take_rows
+from granikv.sampling import Sampler
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+WARMUP_RUNS = 1  # eager runs of a key before it is captured: kernels compile, plans settle
+
+
+@dataclass
+class _Handle:
+    done: Any  # torch.cuda.Event
+    started: Any
+    host_ids: torch.Tensor  # int64 [rows], pinned
+    num_samples: int
+    output: StepOutput | None = None  # when the step was sampled with the host's sampler
+    error: Exception | None = None
+    logits: torch.Tensor | None = None
+
+
+@dataclass
+class _Graph:
+    graph: Any  # torch.cuda.CUDAGraph
+    logits: torch.Tensor
+
+
+@dataclass
+class GraphCounts:
+    """How decode steps ran, for metrics: replays are the fast path."""
+
+    replays: int = 0
+    captures: int = 0
+    eager_decodes: int = 0
+    keys_seen: dict[tuple, int] = field(default_factory=dict)
+
+
+class DeviceExecutor:
+    """What executors on one device share; a subclass gives `_forward`.
+
+    model_config: the shape of what runs here; buffers: the plan on the device, `prepare`d once per
+    step; limits of the request table and of a step are engine_config's. Raises Unavailable when
+    the arenas do not fit in what is free, InvalidArgument for an unknown dtype.
+    """
+
+    buffers: PlanBuffers  # set by the subclass, once the arenas exist
+
+    def __init__(
+        self,
+        engine_config: EngineConfig,
+        model_config: ModelConfig,
+        sampler: Sampler,
+        device: torch.device | str = "cuda",
+        use_graphs: bool = True,
+    ):
+        if engine_config.dtype not in DTYPES:
+            raise InvalidArgument("dtype", engine_config.dtype, f"one of {sorted(DTYPES)}")
+        self.config, self.sampler = engine_config, sampler
+        self.device = torch.device(device)
+        self.on_gpu = self.device.type == "cuda"
+        self.use_graphs = use_graphs and self.on_gpu
+        self.keep_logits = False
+        dtype = DTYPES[engine_config.dtype]
+        max_seq_len = engine_config.max_seq_len or model_config.max_position
+        rows, capacity = engine_config.max_requests, engine_config.capacity_tokens
+        self._require_memory(capacity * model_config.kv_bytes_per_token(dtype.itemsize), capacity)
+        shape = (
+            model_config.num_layers, capacity, model_config.num_kv_heads, model_config.head_dim
+        )  # fmt: skip
+        self.k_arena = torch.empty(shape, dtype=dtype, device=self.device)
+        self.v_arena = torch.empty(shape, dtype=dtype, device=self.device)
+        # the last row takes the writes of padding
+        self.request_slots = torch.zeros(
+            rows + 1, max_seq_len, dtype=torch.int32, device=self.device
+        )
+        self.last_sampled = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
+        self.prompt_lens = np.zeros(rows, np.int64)
+        self.capacities = step_capacities(
+            rows, engine_config.max_num_batched_tokens, attention_shape(model_config, dtype)
+        )
+        self.device_name = torch.cuda.get_device_name(self.device) if self.on_gpu else "cpu"
+        self._rows = DeviceRows(
+            max(engine_config.max_num_batched_tokens, rows),
+            max_seq_len,
+            rows * max_seq_len,
+            self.device,
+        )
+        self.graph_counts = GraphCounts()
+        self._graphs: dict[tuple, _Graph] = {}
+        self._pool: Any = None
+        self._stream: Any = torch.cuda.Stream(self.device) if self.on_gpu else None
+
+    @cached_property
+    def plan_cutter(self) -> PlanCutter:
+        """Cuts the planner's work for this device."""
+        buffers = self.buffers
+        return PlanCutter(buffers.shape, buffers.num_sms, buffers.capacities.max_partials)
+
+    def _forward(
+        self, rows: dict[str, torch.Tensor], num_rows: int, sample_rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Slot writes, input ids and the model over num_rows rows of the prepared plan.
+
+        rows: of DeviceRows; sample_rows int64 [S], None: all rows. Returns logits fp32 [S, vocab].
+        """
+        raise NotImplementedError
+
+    def _require_memory(self, arena_bytes: int, capacity_tokens: int) -> None:
+        if not self.on_gpu:
+            return
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        usable_bytes = int(0.95 * free_bytes) - 2**30  # workspace, activations, graphs
+        if arena_bytes > usable_bytes:
+            fits = max(0, capacity_tokens * usable_bytes // arena_bytes)
+            raise Unavailable(
+                f"KV arena: expected at most {usable_bytes / 2**30:.1f} GiB of free GPU memory, "
+                f"got {arena_bytes / 2**30:.1f} GiB for capacity_tokens={capacity_tokens}; "
+                f"set capacity_tokens to {fits} or less"
+            )
+
+    # -- the executor's interface --------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> _Handle:
+        """Queue the step; an error of this step is raised by `wait`, never here."""
+        num_samples = int(plan.counts[Count.NUM_SAMPLE_ROWS])
+        handle = _Handle(None, None, torch.empty(0), num_samples)
+        try:
+            if not self.on_gpu:
+                self._step(plan, handle)
+                return handle
+            with torch.cuda.stream(self._stream):
+                handle.started = torch.cuda.Event(enable_timing=True)
+                handle.done = torch.cuda.Event(enable_timing=True)
+                handle.started.record()
+                self._step(plan, handle)
+                handle.done.record()
+        except Exception as error:
+            handle.error = error
+        return handle
+
+    def wait(self, handle: _Handle) -> StepOutput:
+        """Output of the step. Raises what the step raised."""
+        if handle.error is not None:
+            raise handle.error
+        elapsed_s = 0.0
+        if handle.done is not None:
+            handle.done.synchronize()
+            elapsed_s = handle.started.elapsed_time(handle.done) / 1e3
+        output = handle.output
+        if output is None:
+            ids = handle.host_ids[: handle.num_samples].numpy().astype(np.int32)
+            output = StepOutput(token_ids=ids)
+        output.elapsed_s = elapsed_s
+        if handle.logits is not None:
+            output.logits = handle.logits[: handle.num_samples].cpu().numpy()
+        return output
+
+    def close(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+        self._graphs.clear()
+
+    # -- one step ------------------------------------------------------------------------------
+
+    def _step(self, plan: StepPlan, handle: _Handle) -> None:
+        take_rows(plan, self.prompt_lens, self.sampler)
+        apply_moves(plan, (self.k_arena, self.v_arena))
+        num_rows = int(plan.counts[Count.NUM_ROWS])
+        is_decode = num_rows == int(plan.counts[Count.NUM_DECODE_ROWS]) and (
+            handle.num_samples == num_rows
+        )
+        bucket = row_bucket(num_rows)
+        if int(plan.counts[Count.NUM_SLOT_WRITES]) > num_rows:
+            self._write_slots(plan)  # admissions bring the slots of whole cached prefixes
+        if is_decode and bucket <= self.config.max_requests:
+            rows = self._rows.send(plan, bucket)
+            logits = self._decode(plan, rows, bucket)
+        else:
+            rows = self._rows.send(plan, num_rows)
+            self.buffers.prepare(plan)
+            logits = self._forward(rows, num_rows, rows["sample_row"][: handle.num_samples])
+        if handle.num_samples:
+            self._sample(plan, handle, logits, rows)
+
+    def _write_slots(self, plan: StepPlan) -> None:
+        writes = plan.slot_writes[: plan.counts[Count.NUM_SLOT_WRITES]].astype(np.int64)
+        index = torch.from_numpy(writes[:, 0] * self.request_slots.shape[1] + writes[:, 1])
+        slots = torch.from_numpy(writes[:, 2].astype(np.int32))
+        self.request_slots.view(-1).index_copy_(0, index.to(self.device), slots.to(self.device))
+
+    def _decode(self, plan: StepPlan, rows: dict[str, torch.Tensor], bucket: int) -> torch.Tensor:
+        """Logits [bucket, vocab] of a step in which every row decodes."""
+        self.buffers.prepare(plan, capture=self.use_graphs)
+        if not self.use_graphs:
+            return self._forward(rows, bucket, None)
+        key = (bucket, *self.buffers.graph_key)
+        entry = self._graphs.get(key)
+        if entry is None:
+            seen = self.graph_counts.keys_seen.get(key, 0)
+            self.graph_counts.keys_seen[key] = seen + 1
+            if seen < WARMUP_RUNS:
+                self.graph_counts.eager_decodes += 1
+                return self._forward(rows, bucket, None)
+            entry = self._graphs[key] = self._capture(rows, bucket)
+        entry.graph.replay()
+        self.graph_counts.replays += 1
+        return entry.logits
+
+    def _capture(self, rows: dict[str, torch.Tensor], bucket: int) -> _Graph:
+        begin = time.perf_counter()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            logits = self._forward(rows, bucket, None)
+        self._pool = self._pool or graph.pool()
+        self.graph_counts.captures += 1
+        log.debug("captured %d rows in %.0f ms", bucket, (time.perf_counter() - begin) * 1e3)
+        return _Graph(graph, logits)
+
+    def _input_ids(self, rows: dict[str, torch.Tensor], num_rows: int) -> torch.Tensor:
+        """Slot writes that ride along, and the input ids int64 [num_rows]."""
+        self.request_slots.view(-1).index_copy_(0, rows["write_index"], rows["write_slot"].int())
+        requests, tokens = rows["request"][:num_rows], rows["token"][:num_rows]
+        return torch.where(tokens < 0, self.last_sampled[requests], tokens)
+
+    def _sample(
+        self,
+        plan: StepPlan,
+        handle: _Handle,
+        logits: torch.Tensor,
+        rows: dict[str, torch.Tensor],
+    ) -> None:
+        """Ids stay on the device, unless a row needs the host: penalties, bad words, logprobs."""
+        count = handle.num_samples
+        logits = logits[:count]
+        request_rows = plan.row_request[plan.sample_rows[:count]]
+        if self.keep_logits:
+            handle.logits = logits.clone()
+        made = plan.row_position[plan.sample_rows[:count]] + 1 - self.prompt_lens[request_rows]
+        if self.sampler.stays_on_device(request_rows):
+            ids = self.sampler.sample_ids(logits, request_rows.tolist(), made.tolist())
+            handle.host_ids = torch.empty(count, dtype=torch.int64, pin_memory=self.on_gpu)
+            handle.host_ids.copy_(ids, non_blocking=True)
+        else:
+            handle.output = self.sampler.sample(logits, request_rows.tolist(), made.tolist())
+            ids = torch.from_numpy(handle.output.token_ids).long().to(self.device)
+        sampled = rows["request"].index_select(0, rows["sample_row"][:count])
+        self.last_sampled.index_copy_(0, sampled, ids)
+
+
+def row_bucket(num_rows: int) -> int:
+    """Rows that a decode graph for num_rows has: powers of two to 8, then steps of 8 and 16."""
+    if num_rows <= 8:
+        return 1 << max(0, num_rows - 1).bit_length()
+    step = 8 if num_rows <= 64 else 16
+    return -(-num_rows // step) * step
