@@ -30,7 +30,7 @@ setup: $(VENV)/.ok
 $(VENV)/.ok: pyproject.toml $(CONSTRAINTS) build_scripts/find_python.sh
 	test -x $(PY) || "$$(build_scripts/find_python.sh)" -m venv $(VENV)
 	$(PIP) "numpy==1.26.4" "$(TORCH)" $(PIP_OPTIONS)
-	$(PIP) -c $(CONSTRAINTS) "numpy==1.26.4" "$(TORCH)" accelerate -e ".[serve,bench,test,dev]" $(PIP_OPTIONS)
+	$(PIP) -c $(CONSTRAINTS) "numpy==1.26.4" "$(TORCH)" accelerate -e ".[serve,bench,engines,test,dev]" $(PIP_OPTIONS)
 	$(PY) -c "import triton" 2>/dev/null || $(PIP) "$(TRITON)"
 	$(PIP) --no-deps "nvidia-pytriton==0.7.0"
 	$(PY) -m granikv.models.embedded

@@ -142,24 +142,31 @@ class GGUFFile:
             entries[name] = TensorEntry(tuple(reversed(dims)), kind, base + offset, size_bytes)
         return entries
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """Dequantised tensor, float32. Raises ModelFileError or Unsupported."""
+    def tensor(self, name: str, first: int = 0, count: int | None = None) -> torch.Tensor:
+        """Dequantised rows [first, first + count) of a tensor, float32; count None: to its end.
+
+        Raises ModelFileError or Unsupported.
+        """
         if name not in self.tensors:
             raise ModelFileError(f"{self.path}: expected the tensor {name}, which is missing")
         entry = self.tensors[name]
-        raw = self._bytes[entry.start_bytes : entry.start_bytes + entry.size_bytes]
+        count = entry.shape[0] - first if count is None else count
+        row_bytes = entry.size_bytes // entry.shape[0]  # blocks never cross a row
+        start = entry.start_bytes + first * row_bytes
+        raw = self._bytes[start : start + count * row_bytes]
         try:
             if entry.kind == GGMLQuantizationType.F32:
                 values = raw.view(np.float32)
             elif entry.kind == GGMLQuantizationType.F16:
                 values = raw.view(np.float16)
             else:
-                values = dequantize(np.asarray(raw).reshape(entry.shape[0], -1), entry.kind)
+                values = dequantize(np.asarray(raw).reshape(count, -1), entry.kind)
         except NotImplementedError as error:
             raise Unsupported(
                 f"{self.path}: {name}: block format {entry.kind.name} is not served"
             ) from error
-        return torch.from_numpy(np.array(values, dtype=np.float32).reshape(entry.shape))
+        rows = np.array(values, dtype=np.float32).reshape(count, *entry.shape[1:])
+        return torch.from_numpy(rows)
 
 
 def unpermute_rows(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -228,6 +235,50 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     return config
 
 
+class GGUFWeights:
+    """Tensors of a file by Hugging Face name, rows in half-split order."""
+
+    def __init__(self, file: GGUFFile, config: ModelConfig):
+        self.file = file
+        self._permuted: dict[str, int] = {}  # stem -> heads, where pairs are interleaved
+        if file.metadata["general.architecture"] == "llama":
+            self._permuted = {"attn_q": config.num_qo_heads, "attn_k": config.num_kv_heads}
+
+    def _short(self, name: str) -> tuple[str, str]:
+        """Name in the file, and its stem within a layer."""
+        if name in _NAMES:
+            return _NAMES[name], ""
+        layer, rest = name.removeprefix("model.layers.").split(".", 1)
+        stem, suffix = rest.rsplit(".", 1)
+        stem = _LAYER_NAMES[stem]
+        return f"blk.{layer}.{stem}.{suffix}", stem
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises ModelFileError unless the tensor is there with this shape."""
+        short, _ = self._short(name)
+        if short not in self.file.tensors:
+            raise ModelFileError(f"{self.file.path}: expected the tensor {short}, it is missing")
+        found = self.file.tensors[short].shape
+        if found != shape:
+            raise ModelFileError(
+                f"{self.file.path}: {short}: expected shape {list(shape)}, got {list(found)}"
+            )
+
+    def rows(self, name: str, first: int = 0, count: int | None = None) -> torch.Tensor:
+        """Rows [first, first + count) of a tensor, float32; count None: to its end."""
+        short, stem = self._short(name)
+        if stem not in self._permuted:
+            return self.file.tensor(short, first, count)
+        whole = unpermute_rows(self.file.tensor(short), self._permuted[stem])
+        return whole[first:] if count is None else whole[first : first + count]
+
+    def rope_divisors(self) -> torch.Tensor | None:
+        """float32 [D / 2], where the file has them."""
+        if "rope_freqs.weight" not in self.file.tensors:
+            return None
+        return self.file.tensor("rope_freqs.weight")
+
+
 def load_gguf(path: Path, dtype: torch.dtype) -> tuple[ModelConfig, ModelWeights]:
     """Configuration and dequantised weights of a GGUF file.
 
@@ -235,26 +286,12 @@ def load_gguf(path: Path, dtype: torch.dtype) -> tuple[ModelConfig, ModelWeights
     """
     file = GGUFFile(path)
     config = gguf_config(file)
-    permuted = {"attn_q": config.num_qo_heads, "attn_k": config.num_kv_heads}
-    is_llama = file.metadata["general.architecture"] == "llama"
+    source = GGUFWeights(file, config)
 
     def get(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        stem, short = "", _NAMES.get(name)
-        if short is None:
-            layer, rest = name.removeprefix("model.layers.").split(".", 1)
-            stem, suffix = rest.rsplit(".", 1)
-            stem = _LAYER_NAMES[stem]
-            short = f"blk.{layer}.{stem}.{suffix}"
-        tensor = file.tensor(short)
-        if tuple(tensor.shape) != shape:
-            raise ModelFileError(
-                f"{path}: {short}: expected shape {list(shape)}, got {list(tensor.shape)}"
-            )
-        if is_llama and stem in permuted:
-            tensor = unpermute_rows(tensor, permuted[stem])
-        return tensor.to(dtype)
+        source.check(name, shape)
+        return source.rows(name).to(dtype)
 
     weights = build_weights(config, get)
-    if "rope_freqs.weight" in file.tensors:
-        weights.rope_divisors = file.tensor("rope_freqs.weight")
+    weights.rope_divisors = source.rope_divisors()
     return config, weights

@@ -191,23 +191,30 @@ def read_hf_config(folder: Path) -> ModelConfig:
     return config
 
 
+def shard_paths(folder: Path) -> list[Path]:
+    """The *.safetensors files, those of the index if there is one. Raises ModelFileError."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        paths = [folder / name for name in names]
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ModelFileError(f"{folder}: expected *.safetensors files, found none")
+    for path in paths:
+        if not path.is_file():
+            raise ModelFileError(f"{path}: expected this shard of {index.name}, it is missing")
+    return paths
+
+
 class _Shards:
     """The *.safetensors files of a folder as one map from name to tensor."""
 
     def __init__(self, folder: Path, dtype: torch.dtype):
         self.folder, self.dtype = folder, dtype
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            names = sorted(set(_read_json(index).get("weight_map", {}).values()))
-            paths = [folder / name for name in names]
-        else:
-            paths = sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise ModelFileError(f"{folder}: expected *.safetensors files, found none")
+        paths = shard_paths(folder)
         self.file_of: dict[str, tuple[Path, safe_open]] = {}
         for path in paths:
-            if not path.is_file():
-                raise ModelFileError(f"{path}: expected this shard of {index.name}, it is missing")
             try:
                 handle = safe_open(str(path), framework="pt")
             except (SafetensorError, OSError) as error:

@@ -1,0 +1,128 @@
+"""The plugins' operators in Python, so that ONNX Runtime can run an exported graph on the CPU.
+
+HotColdAttention is granikv's own torch twin behind the plugin's inputs; AllReduce sums between
+threads, one per rank. ONNX Runtime takes Python operators in the domain ai.onnx.contrib only, so
+`runnable` moves the plugin nodes there; nothing else of the graph changes.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from onnxruntime_extensions import PyCustomOpDef, get_library_path, onnx_op
+
+from granikv.attention.reference import attention_step
+from granikv.core import StepPlan
+from granikv.engines.graph import PLUGIN_DOMAIN
+from granikv.engines.io import (
+    ALL_REDUCE_ATTRIBUTES,
+    ALL_REDUCE_OP,
+    ATTENTION_ATTRIBUTES,
+    ATTENTION_OP,
+    PLUGIN_INPUTS,
+)
+from granikv.models.layers import apply_rope
+
+CONTRIB = "ai.onnx.contrib"
+_F32, _I32 = PyCustomOpDef.dt_float, PyCustomOpDef.dt_int32
+_COMMON = {
+    "plugin_version": PyCustomOpDef.dt_string,
+    "plugin_namespace": PyCustomOpDef.dt_string,
+}
+
+# what the plugin finds outside the graph: binding -> (k, v), each [L, capacity, Hkv, D]
+ARENAS: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+MAX_PARTIALS_SEEN: set[int] = set()
+
+
+def _attributes(names):
+    return _COMMON | {name: PyCustomOpDef.dt_int64 for name in names}
+
+
+@onnx_op(
+    op_type=ATTENTION_OP,
+    inputs=[_I32 if spec.dtype == "int32" else _F32 for spec in PLUGIN_INPUTS],
+    outputs=[_F32],
+    attrs=_attributes(ATTENTION_ATTRIBUTES),
+)
+def hot_cold_attention(*arrays, layer, num_qo_heads, num_kv_heads, head_dim, max_partials, **_):
+    inputs = {spec.name: x for spec, x in zip(PLUGIN_INPUTS, arrays, strict=True)}
+    plan = StepPlan(
+        step_id=0,
+        row_token=np.empty(0, np.int32),
+        sample_rows=np.empty(0, np.int32),
+        slot_writes=np.empty((0, 3), np.int32),
+        **{name: x for name, x in inputs.items() if name in StepPlan.__dataclass_fields__},
+    )
+    rows, total = int(plan.counts[0]), inputs["qkv"].shape[0]
+    assert plan.counts[7] <= max_partials
+    dims = inputs["launch_dims"].shape
+    assert len(dims) == 6 and dims[0] == 0
+    has_decode = plan.counts[1] > 0 or total > rows
+    assert dims[4] == has_decode and len(inputs["hot_items"]) >= plan.counts[3]
+    qkv = torch.from_numpy(inputs["qkv"]).view(total, -1, head_dim)[:rows]
+    qk, v = qkv.split([num_qo_heads + num_kv_heads, num_kv_heads], dim=1)
+    positions = torch.from_numpy(plan.row_position[:rows]).long()
+    cos, sin = (torch.from_numpy(inputs[f"rope_{x}"])[positions] for x in ("cos", "sin"))
+    qk = apply_rope(qk, torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])
+    k_arena, v_arena = ARENAS[dims[5]]
+    out = torch.zeros(total, num_qo_heads * head_dim)
+    out[:rows] = attention_step(
+        qk[:, :num_qo_heads], qk[:, num_qo_heads:], v, k_arena[layer], v_arena[layer],
+        torch.from_numpy(inputs["request_slots"]), plan, head_dim**-0.5,
+    )  # fmt: skip
+    return out.numpy()
+
+
+class Group:
+    """Ranks that sum together; the sum is taken in rank order on each."""
+
+    def __init__(self, size: int):
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.parts: list[np.ndarray | None] = [None] * size
+
+
+GROUPS: dict[int, Group] = {}
+
+
+@onnx_op(
+    op_type=ALL_REDUCE_OP,
+    inputs=[_F32],
+    outputs=[_F32],
+    attrs=_attributes(ALL_REDUCE_ATTRIBUTES),
+)
+def all_reduce(x, tp_size, tp_rank, **_):
+    group = GROUPS[tp_size]
+    group.parts[tp_rank] = x
+    group.barrier.wait()
+    total = np.add.reduce(np.stack(group.parts), axis=0)
+    group.barrier.wait()
+    return total
+
+
+def runnable(path: Path) -> Path:
+    """A copy of the graph, beside it, that ONNX Runtime can run."""
+    model = onnx.load(str(path), load_external_data=False)
+    for node in model.graph.node:
+        if node.domain == PLUGIN_DOMAIN:
+            node.domain = CONTRIB
+    for opset in model.opset_import:
+        if opset.domain == PLUGIN_DOMAIN:
+            opset.domain = CONTRIB
+    copy = path.with_suffix(".runnable.onnx")
+    onnx.save_model(model, str(copy))
+    return copy
+
+
+def session(path: Path) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(get_library_path())
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(
+        str(runnable(path)), options, providers=["CPUExecutionProvider"]
+    )
