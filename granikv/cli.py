@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from granikv.cli_bench import bench
+from granikv.cli_build import build
 from granikv.cli_common import ModelPath, Settings, Threads, clear_errors
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.command()(build)
 GRPC_DEFAULT = "127.0.0.1:8001"
 
 

@@ -55,6 +55,10 @@ class ModelFileError(GraniKVError):
     code = "INVALID_ARG"
 
 
+class EngineMismatch(ModelFileError):
+    """Engines that do not fit this machine, library, checkpoint or request; says what does."""
+
+
 class ArenaExhausted(GraniKVError):
     """No free token slots, even after eviction. The scheduler preempts on it."""
 

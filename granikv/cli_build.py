@@ -1,0 +1,106 @@
+"""`granikv build`: its options, its progress and its summary."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from granikv.cli_common import clear_errors, print_sections
+
+if TYPE_CHECKING:
+    from granikv.engines.manifest import Manifest
+
+
+def build(
+    out: Annotated[Path, typer.Option(help="Folder of graphs, engines and manifest.json.")],
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Hugging Face folder or GGUF file; the embedded model if absent."
+        ),
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    max_batch: Annotated[int, typer.Option(min=1, help="Most requests running at once.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most rows of a step.")] = 512,
+    max_seq: Annotated[
+        int, typer.Option(min=0, help="Longest sequence, tokens; 0: the context, at most 8192.")
+    ] = 0,
+    capacity: Annotated[int, typer.Option(min=2, help="Largest KV arena, tokens.")] = 65536,
+    builder: Annotated[
+        str,
+        typer.Option(
+            help="tensorrt, rtx, none (stop at ONNX) or auto: tensorrt where it is installed."
+        ),
+    ] = "auto",
+    plugin: Annotated[
+        Path | None, typer.Option(help="GraniKV's plugin library, for tensorrt and rtx.")
+    ] = None,
+    compute_capability: Annotated[
+        list[str] | None,
+        typer.Option(help="For rtx without a GPU: like 8.9; may be repeated."),
+    ] = None,
+) -> None:
+    """Build one graph and one engine per tensor-parallel rank, and their manifest.
+
+    Finished ranks are kept: a second run makes only what is missing or different.
+    """
+    with clear_errors():
+        from granikv.engines.build import BuildSettings
+        from granikv.engines.build import build as build_engines
+
+        manifest = build_engines(
+            BuildSettings(
+                checkpoint=checkpoint,
+                out=out,
+                tp_size=tp,
+                dtype=dtype,
+                max_requests=max_batch,
+                max_tokens=max_tokens,
+                max_seq_len=max_seq,
+                capacity_tokens=capacity,
+                builder=builder,
+                plugin=plugin,
+                compute_capabilities=tuple(compute_capability or ()),
+            ),
+            _progress,
+        )
+        _print_summary(manifest, out)
+
+
+@contextlib.contextmanager
+def _progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = [TextColumn("{task.description}"), BarColumn()]
+    if total is not None:
+        columns += [DownloadColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda num_bytes: bar.advance(task, num_bytes)
+        bar.update(task, total=total or 1, completed=total or 1)
+
+
+def _print_summary(manifest: Manifest, out: Path) -> None:
+    kind = "graph" if manifest.builder == "none" else "engine"
+    files = {}
+    for rank, entries in enumerate(manifest.ranks):
+        entry = getattr(entries, kind)
+        size_bytes = entry.size_bytes if kind == "engine" else entries.weights.size_bytes
+        files[f"rank {rank}"] = f"{entry.name}, {size_bytes / 1e6:.1f} MB"
+    built = {
+        "folder": str(out),
+        "model": manifest.model.architecture,
+        "tp": manifest.tp_size,
+        "dtype": manifest.dtype,
+        "builder": manifest.builder,
+        "TensorRT": manifest.tensorrt_version or "not used: ONNX only",
+        "compute capability": ", ".join(manifest.compute_capabilities) or "-",
+        "plugin interface": manifest.plugin_abi_hash,
+    }
+    print_sections({"built": built, "files": files})

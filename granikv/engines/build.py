@@ -1,0 +1,254 @@
+"""`granikv build`: graphs, engines and the manifest of all ranks, whatever was made before.
+
+A rank is finished when rank{r}.json records the key of its inputs and the hashes of its files; a
+second run makes only what is missing or different. The manifest comes last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from granikv.engines import export, graph, io, sharding
+from granikv.engines.builders import (
+    RTX_COMPUTE_CAPABILITIES,
+    BuildRequest,
+    build_engine,
+    choose_builder,
+    profile_of,
+)
+from granikv.engines.checkpoint import Checkpoint, open_checkpoint
+from granikv.engines.io import DTYPES, BuildLimits, plugin_abi_hash
+from granikv.engines.manifest import FILE_NAME, FileEntry, Manifest, RankFiles
+from granikv.engines.sharding import Shard
+from granikv.errors import InvalidArgument, Unavailable
+
+DEFAULT_MAX_SEQ_LEN = 8192  # the model's context if that is shorter
+HASH_BYTES = 16 * 2**20  # read at a time
+
+# what: of which rank; total: bytes, None where it is not known. Yields a function to advance by.
+Progress = Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[int], None]]]
+
+
+@dataclass(frozen=True)
+class BuildSettings:
+    """checkpoint: None for the embedded model. limits.max_seq_len 0: DEFAULT_MAX_SEQ_LEN."""
+
+    checkpoint: Path | None
+    out: Path
+    tp_size: int = 1
+    dtype: str = "bfloat16"
+    max_requests: int = 256
+    max_tokens: int = 512
+    max_seq_len: int = 0
+    capacity_tokens: int = 65536
+    builder: str = "auto"
+    plugin: Path | None = None  # shared library; needed by every builder but none
+    compute_capabilities: tuple[str, ...] = ()  # rtx without a GPU; empty: this machine's GPU
+
+
+@contextlib.contextmanager
+def no_progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    yield lambda num_bytes: None
+
+
+def build(settings: BuildSettings, progress: Progress = no_progress) -> Manifest:
+    """Everything into settings.out. Raises InvalidArgument, ModelFileError, Unsupported (a model
+    that is not served) or Unavailable (no builder, no plugin, no space, TensorRT's refusal).
+    """
+    if settings.dtype not in DTYPES:
+        raise InvalidArgument("dtype", settings.dtype, f"one of {DTYPES}")
+    if settings.tp_size < 1:
+        raise InvalidArgument("tp", settings.tp_size, "at least 1")
+    checkpoint = open_checkpoint(settings.checkpoint)
+    limits = _limits(settings, checkpoint)
+    shards = [Shard(checkpoint.config, settings.tp_size, r) for r in range(settings.tp_size)]
+    for shard in shards:
+        export.check_weights(checkpoint, shard)
+    builder, builder_version = choose_builder(settings.builder)
+    plugin = _plugin(settings, builder)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    graph_key = _key(checkpoint.fingerprint(), settings.dtype, asdict(limits), _source_hash())
+    engine_key = _key(graph_key, builder, builder_version, plugin and _file_hash(plugin),
+                      settings.compute_capabilities)  # fmt: skip
+    ranks: list[RankFiles] = []
+    made: dict = {}
+    for shard in shards:
+        record = _Record(settings.out, shard)
+        files = record.finished("graph", _key(graph_key, shard.tp_size, shard.rank))
+        if files is None:
+            (settings.out / FILE_NAME).unlink(missing_ok=True)  # it would describe other files
+            _require_space(settings.out, export.planned_bytes(shard, limits, settings.dtype))
+            files = _export(settings, checkpoint, shard, limits, progress)
+            record.store("graph", _key(graph_key, shard.tp_size, shard.rank), files)
+        by_suffix = {Path(x.name).suffix: x for x in files}
+        found = RankFiles(by_suffix[".onnx"], by_suffix[".weights"])
+        if builder != "none":
+            key = _key(engine_key, found.graph.sha256, found.weights.sha256)
+            engines = record.finished("engine", key)
+            if engines is None:
+                (settings.out / FILE_NAME).unlink(missing_ok=True)
+                engines, made = _build_engine(settings, builder, plugin, shard, limits, progress)
+                record.store("engine", key, engines, made)
+            made = record.notes("engine")
+            found = replace(found, engine=engines[0])
+        ranks.append(found)
+    manifest = Manifest(
+        model=checkpoint.config,
+        tp_size=settings.tp_size,
+        dtype=settings.dtype,
+        limits=limits,
+        builder=builder,
+        ranks=tuple(ranks),
+        io=export.engine_io(shards[0], limits, settings.dtype).describe(),
+        tensorrt_version=builder_version,
+        compute_capabilities=tuple(made.get("compute_capabilities", ())),
+        plugin_abi_hash=plugin_abi_hash(),
+        checkpoint=checkpoint.fingerprint(),
+        versions={name: _version(name) for name in ("granikv", "onnx", "torch")},
+    )
+    export.write_atomically(settings.out / FILE_NAME, manifest.to_json().encode())
+    return manifest
+
+
+def _limits(settings: BuildSettings, checkpoint: Checkpoint) -> BuildLimits:
+    longest = checkpoint.config.max_position
+    if settings.max_seq_len > longest:
+        raise InvalidArgument("max-seq", settings.max_seq_len, f"at most the context of {longest}")
+    max_seq_len = settings.max_seq_len or min(longest, DEFAULT_MAX_SEQ_LEN)
+    return BuildLimits(
+        settings.max_requests, settings.max_tokens, max_seq_len, settings.capacity_tokens
+    )
+
+
+def _plugin(settings: BuildSettings, builder: str) -> Path | None:
+    if builder == "none":
+        return None
+    if settings.plugin is None or not settings.plugin.is_file():
+        raise Unavailable(
+            f"builder {builder}: expected --plugin with GraniKV's plugin library, got "
+            f"{settings.plugin}; build it (trtllm_plugin/), or stop at ONNX with --builder none"
+        )
+    return settings.plugin
+
+
+def _export(
+    settings: BuildSettings,
+    checkpoint: Checkpoint,
+    shard: Shard,
+    limits: BuildLimits,
+    progress: Progress,
+) -> list[FileEntry]:
+    total = export.planned_bytes(shard, limits, settings.dtype)
+    with progress(f"rank {shard.rank}: graph and weights", total) as advance:
+        written = export.export_rank(
+            checkpoint, shard, limits, settings.dtype, settings.out, advance
+        )
+    return [FileEntry(x.name, x.size_bytes, x.sha256) for x in written]
+
+
+def _build_engine(
+    settings: BuildSettings,
+    builder: str,
+    plugin: Path | None,
+    shard: Shard,
+    limits: BuildLimits,
+    progress: Progress,
+) -> tuple[list[FileEntry], dict]:
+    path = settings.out / f"rank{shard.rank}.engine"
+    capabilities = list(settings.compute_capabilities)
+    unknown = [x for x in capabilities if x not in RTX_COMPUTE_CAPABILITIES]
+    if builder == "rtx" and unknown:
+        raise InvalidArgument("compute capability", unknown[0], f"one of {RTX_COMPUTE_CAPABILITIES}")  # fmt: skip
+    request = BuildRequest(
+        builder,
+        str(settings.out / f"rank{shard.rank}.onnx"),
+        str(path),
+        str(plugin),
+        profile_of(export.engine_io(shard, limits, settings.dtype)),
+        capabilities,
+    )
+    with progress(f"rank {shard.rank}: engine by {builder}", None):
+        made = build_engine(request)
+    return [FileEntry(path.name, path.stat().st_size, _file_hash(path))], made
+
+
+class _Record:
+    """rank{r}.json: per stage the key of its inputs, its files and what the builder told."""
+
+    def __init__(self, folder: Path, shard: Shard):
+        self.folder = folder
+        self.path = folder / f"rank{shard.rank}.json"
+        try:
+            self._stages = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            self._stages = {}
+
+    def finished(self, stage: str, key: str) -> list[FileEntry] | None:
+        """The files, if they were made from the same inputs and are whole."""
+        try:
+            entry = self._stages[stage]
+            files = [FileEntry(**x) for x in entry["files"]]
+            if entry["key"] != key:
+                return None
+        except (KeyError, TypeError):
+            return None
+        for file in files:
+            path = self.folder / file.name
+            if not path.is_file() or path.stat().st_size != file.size_bytes:
+                return None
+            if _file_hash(path) != file.sha256:
+                return None
+        return files
+
+    def notes(self, stage: str) -> dict:
+        return self._stages[stage]["notes"]
+
+    def store(
+        self, stage: str, key: str, files: list[FileEntry], notes: dict | None = None
+    ) -> None:
+        entry = {"key": key, "files": [asdict(x) for x in files], "notes": notes or {}}
+        self._stages[stage] = entry
+        export.write_atomically(self.path, json.dumps(self._stages, indent=1).encode())
+
+
+def _require_space(folder: Path, size_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < size_bytes:
+        raise Unavailable(
+            f"{folder}: expected {size_bytes / 1e9:.1f} GB of free space for a rank's weights, "
+            f"got {free_bytes / 1e9:.1f} GB; choose another --out"
+        )
+
+
+def _key(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _source_hash() -> str:
+    """Of the modules that decide what a graph looks like."""
+    digest = hashlib.sha256(plugin_abi_hash().encode())
+    for module in (export, graph, io, sharding):
+        digest.update(Path(str(module.__file__)).read_bytes())
+    return digest.hexdigest()
+
+
+def _file_hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(HASH_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,119 @@
+"""Which TensorRT is here, and builds by it, each in a process of its own.
+
+TensorRT for RTX has no engine for compute capability 9.0; it is here for machines that it serves,
+and for builds without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from granikv.engines.io import NETWORK_INPUTS, EngineIO
+from granikv.errors import InvalidArgument, Unavailable
+
+BUILDERS = ("auto", "tensorrt", "rtx", "none")
+RTX_COMPUTE_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0")
+RTX_LIBRARY = "libtensorrt_rtx.so"  # its parser opens it by this name, without a version
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """Shapes are by input: {"min": [...], "opt": [...], "max": [...]}."""
+
+    builder: str
+    onnx: str
+    engine: str
+    plugin: str
+    profile: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    compute_capabilities: list[str] = field(default_factory=list)  # empty: this machine's GPU
+
+
+def profile_of(io: EngineIO) -> dict[str, dict[str, list[int]]]:
+    """Shapes of every input with a dynamic dimension."""
+    return {
+        spec.name: {which: list(io.shape(spec, which)) for which in ("min", "opt", "max")}
+        for spec in NETWORK_INPUTS
+        if any(isinstance(dim, str) for dim in io.dims(spec))
+    }
+
+
+def choose_builder(name: str) -> tuple[str, str | None]:
+    """(builder, its version); auto: full TensorRT where it is importable, else none.
+
+    Raises InvalidArgument for an unknown name, Unavailable for one that is not installed.
+    """
+    if name not in BUILDERS:
+        raise InvalidArgument("builder", name, f"one of {BUILDERS}")
+    if name == "none":
+        return "none", None
+    wanted = "tensorrt" if name == "auto" else name
+    with _environment(wanted) as environ:
+        result = _run({"builder": wanted, "probe": True}, environ, check=False)
+    if "error" not in result:
+        return wanted, result["version"]
+    if name == "auto":
+        return "none", None
+    package = {"tensorrt": "TensorRT 10.13 or later", "rtx": "tensorrt-rtx-cu13-bindings"}[wanted]
+    raise Unavailable(
+        f"builder {wanted}: expected {package}, got {result['error']}; install it, run in the "
+        "project's container, or build with --builder none and stop at ONNX"
+    )
+
+
+def build_engine(request: BuildRequest) -> dict:
+    """Writes the engine; returns version, compute_capabilities, build_s, num_layers.
+
+    Raises Unavailable with what TensorRT said.
+    """
+    partial = Path(f"{request.engine}.{os.getpid()}.partial")
+    try:
+        with _environment(request.builder) as environ:
+            result = _run(asdict(request) | {"engine": str(partial)}, environ, check=True)
+        partial.replace(request.engine)
+    finally:
+        partial.unlink(missing_ok=True)
+    return result
+
+
+def _run(request: dict, environ: dict[str, str], check: bool) -> dict:
+    command = [sys.executable, "-m", "granikv.engines.build_worker", json.dumps(request)]
+    made = subprocess.run(command, capture_output=True, text=True, env=environ)
+    try:
+        result = json.loads(made.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        tail = (made.stderr or made.stdout)[-2000:]
+        result = {"error": f"the builder process ended with {made.returncode}: {tail}"}
+    if check and "error" in result:
+        raise Unavailable(f"{request['onnx']}: no engine: {result['error']}")
+    return result
+
+
+@contextlib.contextmanager
+def _environment(builder: str) -> Iterator[dict[str, str]]:
+    """os.environ, with what the RTX parser needs on the loader's path before a process starts."""
+    environ = dict(os.environ)
+    if builder != "rtx":
+        yield environ
+        return
+    with tempfile.TemporaryDirectory(prefix="granikv_rtx_") as folder:
+        spec = importlib.util.find_spec("tensorrt_rtx_libs")
+        paths = [folder]
+        for place in (spec.submodule_search_locations or []) if spec else []:
+            paths.append(place)
+            for library in Path(place).glob(f"{RTX_LIBRARY}.*"):
+                link = Path(folder, RTX_LIBRARY)
+                if not link.exists():
+                    link.symlink_to(library)
+        if environ.get("LD_LIBRARY_PATH"):
+            paths.append(environ["LD_LIBRARY_PATH"])
+        environ["LD_LIBRARY_PATH"] = ":".join(paths)
+        yield environ

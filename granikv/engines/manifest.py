@@ -1,0 +1,162 @@
+"""manifest.json beside the engines: what they were built from, for and with.
+
+Loading reads this file alone, and refuses what cannot run here before anything is allocated.
+It knows nothing of TensorRT.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from granikv.config import ModelConfig
+from granikv.engines.io import BuildLimits, plugin_abi_hash
+from granikv.engines.sharding import Shard
+from granikv.errors import EngineMismatch, InvalidArgument, ModelFileError
+
+FILE_NAME, FORMAT = "manifest.json", 1
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    name: str  # beside the manifest
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    graph: FileEntry
+    weights: FileEntry
+    engine: FileEntry | None = None
+
+
+@dataclass(frozen=True)
+class RuntimeFacts:
+    """What runs the engines here. None: unknown to the runtime, not compared."""
+
+    tensorrt_version: str | None = None
+    compute_capability: str | None = None  # "9.0"
+    plugin_abi_hash: str | None = None  # of the library; this package's own where it has none
+
+
+@dataclass(frozen=True)
+class Manifest:
+    model: ModelConfig  # of the whole model
+    tp_size: int
+    dtype: str  # a key of export.TORCH_TYPES
+    limits: BuildLimits
+    builder: str  # "none", "tensorrt" or "rtx"
+    ranks: tuple[RankFiles, ...]
+    io: dict[str, Any]  # EngineIO.describe()
+    tensorrt_version: str | None = None
+    compute_capabilities: tuple[str, ...] = ()
+    plugin_abi_hash: str = ""
+    checkpoint: str = ""  # fingerprint of the files it was exported from
+    versions: dict[str, str] = field(default_factory=dict)
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    def check(self, folder: Path, tp_size: int, facts: RuntimeFacts, kind: str = "engine") -> None:
+        """Raises EngineMismatch with both values and the remedy, or InvalidArgument for a model
+        that tp_size does not divide. kind: the file that the runtime needs of each rank.
+        """
+        where = folder / FILE_NAME
+        rebuild = f"build again with `granikv build --out {folder}`"
+        if self.tp_size != tp_size:
+            raise EngineMismatch(
+                f"{where}: tp: expected {tp_size}, got engines for {self.tp_size}; start with "
+                f"tp={self.tp_size}, or {rebuild} --tp {tp_size}"
+            )
+        for rank in range(tp_size):
+            Shard(self.model, tp_size, rank)
+        if len(self.ranks) != tp_size:
+            raise EngineMismatch(
+                f"{where}: ranks: expected {tp_size}, got {len(self.ranks)}; {rebuild}"
+            )
+        for name, expected in (
+            ("the package", plugin_abi_hash()),
+            ("the plugin library", facts.plugin_abi_hash),
+        ):
+            if expected is not None and self.plugin_abi_hash != expected:
+                raise EngineMismatch(
+                    f"{where}: plugin interface: expected {expected} as {name} has it, got "
+                    f"{self.plugin_abi_hash}; {rebuild}, or install what they were built with"
+                )
+        version = facts.tensorrt_version
+        if version is not None and self.tensorrt_version != version:
+            raise EngineMismatch(
+                f"{where}: TensorRT: expected {version}, which is installed, got engines of "
+                f"{self.tensorrt_version or 'none'}; {rebuild} here"
+            )
+        capability = facts.compute_capability
+        if capability is not None and capability not in self.compute_capabilities:
+            built = ", ".join(self.compute_capabilities) or "none"
+            raise EngineMismatch(
+                f"{where}: compute capability: expected {capability}, this GPU's, got engines "
+                f"for {built}; {rebuild} on this GPU"
+            )
+        for rank in range(tp_size):
+            self.file(folder, rank, kind)
+
+    def file(self, folder: Path, rank: int, kind: str = "engine") -> Path:
+        """Path of a rank's file, "engine", "graph" or "weights". Raises EngineMismatch."""
+        entry = getattr(self.ranks[rank], kind)
+        remedy = f"run `granikv build` for {folder} again, it makes what is missing"
+        if entry is None:
+            raise EngineMismatch(
+                f"{folder}: rank {rank}: expected an {kind}, got a build with --builder "
+                f"{self.builder}; {remedy} with --builder tensorrt"
+            )
+        path = folder / entry.name
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry.size_bytes:
+            found = "none" if size is None else f"{size} bytes"
+            raise EngineMismatch(
+                f"{path}: rank {rank}: expected a file of {entry.size_bytes} bytes, got {found}; "
+                f"{remedy}"
+            )
+        return path
+
+
+def load_manifest(folder: Path) -> Manifest:
+    """Raises ModelFileError for a folder without a readable manifest of this format."""
+    path = Path(folder) / FILE_NAME
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelFileError(
+            f"{path}: expected a folder that `granikv build` wrote: {error.strerror}"
+        ) from error
+    except ValueError as error:
+        raise ModelFileError(f"{path}: expected valid JSON: {error}; build again") from error
+    found = raw.get("format") if isinstance(raw, dict) else None
+    if found != FORMAT:
+        raise ModelFileError(f"{path}: format: expected {FORMAT}, got {found!r}; build again")
+    try:
+        return _parse(raw)
+    except (TypeError, KeyError, AttributeError, InvalidArgument) as error:
+        raise ModelFileError(
+            f"{path}: expected a manifest of `granikv build`: {error}; build again"
+        ) from error
+
+
+def _parse(raw: dict) -> Manifest:
+    model = raw["model"] | {"eos_token_ids": tuple(raw["model"]["eos_token_ids"])}
+    ranks = tuple(
+        RankFiles(**{kind: FileEntry(**entry) for kind, entry in files.items() if entry})
+        for files in raw["ranks"]
+    )
+    return Manifest(
+        **raw
+        | {
+            "model": ModelConfig(**model),
+            "limits": BuildLimits(**raw["limits"]),
+            "ranks": ranks,
+            "compute_capabilities": tuple(raw["compute_capabilities"]),
+        }
+    )

@@ -1,0 +1,202 @@
+"""`granikv build` without TensorRT, and with TensorRT for RTX where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import pytest
+from helpers import make_tiny_hf
+from typer.testing import CliRunner
+
+from granikv.cli import app
+from granikv.engines import build as build_module
+from granikv.engines.build import BuildSettings, build
+from granikv.engines.builders import BuildRequest, build_engine, choose_builder, profile_of
+from granikv.engines.checkpoint import open_checkpoint
+from granikv.engines.export import engine_io, export_rank
+from granikv.engines.io import BuildLimits
+from granikv.engines.manifest import load_manifest
+from granikv.engines.sharding import Shard
+from granikv.errors import InvalidArgument, ModelFileError, Unavailable
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {"max_requests": 4, "max_tokens": 16, "max_seq_len": 64, "capacity_tokens": 256}
+
+
+@pytest.fixture
+def model(tmp_path):
+    return make_tiny_hf(tmp_path / "model", num_hidden_layers=2)
+
+
+def settings(model, out, **changes):
+    return BuildSettings(model, out, **(SMALL | {"tp_size": 2, "builder": "none"} | changes))
+
+
+def test_manifest_describes_what_was_built(model, tmp_path):
+    out = tmp_path / "out"
+    made = build(settings(model, out))
+    assert load_manifest(out) == made
+    assert made.tp_size == 2 and made.builder == "none" and made.tensorrt_version is None
+    names = {path.name for path in out.iterdir()}
+    assert names == {"manifest.json"} | {
+        f"rank{rank}.{suffix}" for rank in range(2) for suffix in ("onnx", "weights", "json")
+    }
+    inputs = {entry["name"]: entry for entry in made.io["inputs"]}
+    assert inputs["token_ids"]["max"] == [20] and inputs["request_slots"]["max"] == [5, 64]
+    assert inputs["launch_dims"]["min"] == [0, 0, 0, 0, 0, 0]
+    assert made.io["outputs"][0]["max"] == [4, 49]
+
+
+def test_a_second_run_makes_only_what_is_missing(model, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    exported = []
+    original = build_module.export.export_rank
+
+    def counting(checkpoint, shard, *rest):
+        exported.append(shard.rank)
+        return original(checkpoint, shard, *rest)
+
+    monkeypatch.setattr(build_module.export, "export_rank", counting)
+    first = build(settings(model, out))
+    assert exported == [0, 1]
+    assert build(settings(model, out)) == first and exported == [0, 1]
+    with (out / "rank1.weights").open("r+b") as file:  # same size, other content
+        file.seek(5000)
+        file.write(b"\xff\x00")
+    (out / "manifest.json").unlink()
+    assert build(settings(model, out)) == first and exported == [0, 1, 1]
+    (out / "rank0.onnx").unlink()
+    build(settings(model, out))
+    assert exported == [0, 1, 1, 0]
+    build(settings(model, out, dtype="float16"))
+    assert exported == [0, 1, 1, 0, 0, 1]
+    os.utime(model / "model.safetensors")
+    build(settings(model, out, dtype="float16"))
+    assert exported == [0, 1, 1, 0, 0, 1, 0, 1]
+
+
+def test_an_interrupted_run_leaves_no_half_files_and_no_manifest(model, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    build(settings(model, out))
+    original = build_module.export._as_bytes
+    calls = []
+
+    def failing(tensor, dtype):
+        calls.append(1)
+        if len(calls) == 20:
+            raise KeyboardInterrupt
+        return original(tensor, dtype)
+
+    monkeypatch.setattr(build_module.export, "_as_bytes", failing)
+    with pytest.raises(KeyboardInterrupt):
+        build(settings(model, out, dtype="float32"))
+    assert not list(out.glob("*.partial")) and not (out / "manifest.json").exists()
+    with pytest.raises(ModelFileError, match="granikv build"):
+        load_manifest(out)
+    monkeypatch.undo()
+    assert build(settings(model, out, dtype="float32")).dtype == "float32"
+
+
+def test_wrong_settings_are_refused(model, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    for changes, match in (
+        ({"dtype": "int8"}, "dtype.*int8"),
+        ({"tp_size": 3}, "num_qo_heads.*multiple of tp=3.*got 4"),
+        ({"max_seq_len": 257}, "max-seq.*context of 256.*got 257"),
+        ({"builder": "onnx"}, "builder.*auto"),
+        ({"max_requests": 0}, "max_requests"),
+    ):
+        with pytest.raises(InvalidArgument, match=match):
+            build(settings(model, out, **changes))
+    usage = type("Usage", (), {"free": 1000})()
+    monkeypatch.setattr(build_module.shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(Unavailable, match="free space"):
+        build(settings(model, out))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt") is not None, reason="full TensorRT is installed"
+)
+def test_a_missing_builder_says_what_to_do(model, tmp_path):
+    assert choose_builder("auto") == ("none", None)
+    with pytest.raises(Unavailable, match="tensorrt.*install it.*--builder none"):
+        build(settings(model, tmp_path / "out", builder="tensorrt"))
+
+
+def test_the_command_prints_what_it_made(model, tmp_path):
+    arguments = ["build", "--checkpoint", str(model), "--tp", "2", "--builder", "none"]
+    arguments += ["--out", str(tmp_path / "out"), "--max-seq", "64"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "rank1.onnx" in result.output and "LlamaForCausalLM" in result.output
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["tp_size"] == 2
+    result = CliRunner().invoke(app, [*arguments, "--tp", "3"])
+    assert result.exit_code == 2
+
+
+needs_rtx = pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_rtx_bindings") is None,
+    reason="tensorrt_rtx_bindings (tensorrt-rtx-cu13-libs and -bindings 1.7.1.116) is missing",
+)
+
+
+@needs_rtx
+@pytest.mark.parametrize("arch", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_rtx_builds_the_graph_with_twins_of_the_plugins(tmp_path, monkeypatch, arch, tp_size):
+    """Parser, types, shape rules and profile; the twins have no kernels."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{Path(__file__).parent}")
+    path = make_tiny_hf(tmp_path / "model", arch, num_hidden_layers=2)
+    checkpoint = open_checkpoint(path)
+    limits = BuildLimits(**SMALL)
+    shard = Shard(checkpoint.config, tp_size, tp_size - 1)
+    export_rank(checkpoint, shard, limits, "bfloat16", tmp_path)
+    names = [str(tmp_path / f"rank{shard.rank}.{suffix}") for suffix in ("onnx", "engine")]
+    profile = profile_of(engine_io(shard, limits, "bfloat16"))
+    made = build_engine(BuildRequest("rtx", *names, "plugin_twin:register", profile, ["8.9"]))
+    assert made["compute_capabilities"] == ["8.9"] and made["version"].startswith("1.")
+    assert Path(names[1]).stat().st_size > 10_000 and not list(tmp_path.glob("*.partial"))
+    with pytest.raises(Unavailable, match="9.0 is not one"):
+        build_engine(BuildRequest("rtx", *names, "plugin_twin:register", profile, ["9.0"]))
+
+
+LIBRARIES = sorted(ROOT.glob("trtllm_plugin/build*/**/*granikv*.so"))
+
+
+@needs_rtx
+@pytest.mark.skipif(not LIBRARIES, reason="no library in trtllm_plugin/build*: build the plugin")
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_rtx_builds_engines_with_the_plugin_library(tmp_path, tp_size):
+    """The embedded model's heads, which every plugin library has cubins for at tp 1."""
+    shape = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    path = make_tiny_hf(tmp_path / "model", num_hidden_layers=2, **shape)
+    out = tmp_path / "out"
+    made = build(
+        settings(
+            path,
+            out,
+            tp_size=tp_size,
+            builder="rtx",
+            plugin=LIBRARIES[0],
+            compute_capabilities=("8.9",),
+        )  # fmt: skip
+    )
+    assert made.builder == "rtx" and all(rank.engine for rank in made.ranks)
+    before = [(out / f"rank{r}.engine").stat().st_mtime_ns for r in range(tp_size)]
+    assert (
+        build(
+            settings(
+                path,
+                out,
+                tp_size=tp_size,
+                builder="rtx",
+                plugin=LIBRARIES[0],
+                compute_capabilities=("8.9",),
+            )  # fmt: skip
+        )
+        == made
+    )
+    assert before == [(out / f"rank{r}.engine").stat().st_mtime_ns for r in range(tp_size)]
