@@ -1,0 +1,134 @@
+"""What the executor asks of TensorRT: a handful of calls, so that a test can stand in for it.
+
+It knows nothing of plans or requests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from granikv.config import ModelConfig
+from granikv.engines.build_worker import load_tensorrt
+from granikv.engines.manifest import RuntimeFacts
+from granikv.errors import ModelFileError, Unavailable
+
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+class EngineRuntime(Protocol):
+    """One engine of one rank. Shapes and addresses stay until they are set again."""
+
+    file_kind: str  # what `load` takes: "engine", or "graph" for a test's double
+
+    def facts(self) -> RuntimeFacts:
+        """What engines are compared with before one is loaded."""
+
+    def load(self, path: Path) -> None:
+        """Raises ModelFileError for a file that is not an engine of this runtime."""
+
+    def bind_arenas(
+        self, binding: int, k_arena: torch.Tensor, v_arena: torch.Tensor, config: ModelConfig
+    ) -> None:
+        """Tell the attention plugin of arenas [L, capacity, Hkv, D]; config: of this rank."""
+
+    def unbind_arenas(self, binding: int) -> None:
+        """After the last step has finished."""
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        """False: the engine was not built for it."""
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        """False: no such tensor."""
+
+    def execute_async_v3(self, stream: int) -> bool:
+        """Queue the network on a CUDA stream. False: it was refused."""
+
+
+class TensorRTRuntime:
+    """EngineRuntime by TensorRT and GraniKV's plugin library, on torch's current GPU.
+
+    plugin: path of the library. Raises Unavailable when TensorRT or the library cannot be loaded.
+    """
+
+    file_kind = "engine"
+
+    def __init__(self, plugin: str | Path):
+        try:
+            self._trt = load_tensorrt("tensorrt")
+        except ImportError as error:
+            raise Unavailable(
+                f"executor='tensorrt': expected TensorRT's Python package, got {error}; run in "
+                "the project's container, or take executor='torch'"
+            ) from error
+        self._logger = self._trt.Logger(self._trt.Logger.WARNING)
+        try:
+            self._library = ctypes.CDLL(str(plugin))
+        except OSError as error:
+            raise Unavailable(
+                f"plugin: expected GraniKV's plugin library, got {plugin}: {error}; build it "
+                "(trtllm_plugin/) and name it in `plugin`"
+            ) from error
+        self._library.granikvLastError.restype = ctypes.c_char_p
+        if self._trt.get_plugin_registry().load_library(str(plugin)) is None:
+            raise Unavailable(f"plugin: {plugin}: TensorRT's registry did not take it")
+        self._engine: Any = None
+        self._context: Any = None
+
+    def facts(self) -> RuntimeFacts:
+        major, minor = torch.cuda.get_device_capability()
+        return RuntimeFacts(self._trt.__version__, f"{major}.{minor}")
+
+    def load(self, path: Path) -> None:
+        runtime = self._trt.Runtime(self._logger)
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            self._engine = runtime.deserialize_cuda_engine(content)
+        if self._engine is None:
+            raise ModelFileError(f"{path}: TensorRT refused it (its log says why); build it again")
+        self._context = self._engine.create_execution_context()
+        if self._context is None:
+            raise Unavailable(f"{path}: no memory on the GPU for the engine's activations")
+
+    def bind_arenas(
+        self, binding: int, k_arena: torch.Tensor, v_arena: torch.Tensor, config: ModelConfig
+    ) -> None:
+        layers, capacity = k_arena.shape[:2]
+        addresses = (ctypes.c_int64 * (2 * layers))(
+            *(arena[layer].data_ptr() for layer in range(layers) for arena in (k_arena, v_arena))
+        )
+        self._call(
+            "granikvBindArenas",
+            ctypes.c_int32(binding),
+            ctypes.c_int32(k_arena.device.index or 0),
+            ctypes.c_int32(layers),
+            addresses,
+            ctypes.c_int64(capacity),
+            ctypes.c_int32(config.num_qo_heads),
+            ctypes.c_int32(config.num_kv_heads),
+            ctypes.c_int32(config.head_dim),
+            ctypes.c_char_p(ELEMENTS[k_arena.dtype].encode()),
+        )
+
+    def unbind_arenas(self, binding: int) -> None:
+        self._call("granikvUnbindArenas", ctypes.c_int32(binding))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if getattr(self._library, name)(*arguments):
+            reason = self._library.granikvLastError() or b"no reason given"
+            raise Unavailable(f"{name}: {reason.decode(errors='replace')}")
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        return self._context.set_input_shape(name, shape)
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        return self._context.set_tensor_address(name, address)
+
+    def execute_async_v3(self, stream: int) -> bool:
+        return self._context.execute_async_v3(stream)

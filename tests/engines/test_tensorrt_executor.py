@@ -1,0 +1,168 @@
+"""TensorRTExecutor under the whole engine, with a double in TensorRT's place, on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from engine_double import EngineDouble
+from helpers import make_tiny_hf
+from reference_logits import record_logits, relative_errors
+from test_graph_against_torch import agents
+from tiny_engine import ARCHS, run, tokens
+
+from granikv.config import EngineConfig
+from granikv.engine import Engine
+from granikv.engines.build import BuildSettings, build
+from granikv.engines.manifest import RuntimeFacts
+from granikv.errors import EngineMismatch, InvalidArgument
+from granikv.executor.tensorrt_executor import TensorRTExecutor
+from granikv.executor.torch_executor import TorchExecutor
+from granikv.models import load_model
+from granikv.sampling import Sampler
+from granikv.sampling_params import SamplingParams
+
+LIMITS = {
+    "max_requests": 12, "max_tokens": 64, "max_seq_len": 160, "capacity_tokens": 1024,
+}  # fmt: skip
+
+
+def config(**changes):
+    settings = {
+        "capacity_tokens": 1024, "max_requests": 10, "min_extent_tokens": 16, "dtype": "float32",
+        "max_num_batched_tokens": 48, "max_seq_len": 160, "debug_checks": True,
+    }  # fmt: skip
+    return EngineConfig(**(settings | changes))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Per architecture: the model's folder, the engines' folder and the manifest."""
+    made = {}
+    for arch in ARCHS:
+        folder = tmp_path_factory.mktemp(arch)
+        path = make_tiny_hf(folder / "model", arch, seed=3)
+        out = folder / "out"
+        settings = BuildSettings(path, out, dtype="float32", builder="none", **LIMITS)
+        made[arch] = (path, out, build(settings))
+    return made
+
+
+def make_executor(built, arch=ARCHS[0], runtime=None, settings=None, **options):
+    _, out, manifest = built[arch]
+    runtime = runtime or EngineDouble(manifest.io)
+    settings = settings or config()
+    sampler = Sampler(settings.max_requests, manifest.model.vocab_size, eos_token_ids=())
+    return TensorRTExecutor(settings, out, manifest, runtime, sampler, device="cpu", **options)
+
+
+def make_engine(executor, settings=None):
+    engine = Engine(settings or config(), executor=executor)
+    engine.recorded_logits = record_logits(engine)
+    return engine
+
+
+def torch_engine(built, arch):
+    settings = config(profile="default")
+    decoder = load_model(built[arch][0])
+    sampler = Sampler(settings.max_requests, decoder.config.vocab_size, eos_token_ids=())
+    return make_engine(TorchExecutor(settings, decoder, sampler), settings)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("async_depth", [0, 1])
+def test_tokens_are_the_torch_executors(built, arch, async_depth):
+    reference = torch_engine(built, arch)
+    engine = make_engine(make_executor(built, arch), config(async_depth=async_depth))
+    for _ in range(2):  # cold, then warm
+        want, _ = run(reference, agents(), max_tokens=6)
+        got, _ = run(engine, agents(), max_tokens=6)
+        assert got == want
+        for a, b in zip(got, want, strict=True):
+            assert float(relative_errors(a.logits, torch.stack(b.logits)).max()) < 1e-4
+    assert engine.cache.counters["extents"] >= 2
+    executor = engine.executor
+    assert executor.runtime.num_shape_calls < 13 * executor.runtime.num_runs
+    binding = executor.binding
+    assert executor.runtime.bound == {binding}
+    engine.close()
+    reference.close()
+    assert not executor.runtime.bound
+
+
+def test_random_sampling_and_logprobs_are_the_torch_executors(built):
+    results = []
+    for make in (torch_engine, lambda b, a: make_engine(make_executor(b, a))):
+        engine = make(built, ARCHS[0])
+        for i in range(3):
+            params = SamplingParams(
+                max_tokens=5, temperature=0.9, seed=i, logprobs=2, repetition_penalty=1.2,
+                ignore_eos=True,
+            )  # fmt: skip
+            engine.add_request(f"r{i}", tokens(40 + i, 20), params)
+        made = {}
+        while engine.has_work():
+            for out in engine.step():
+                made.setdefault(out.request_id, []).extend(out.token_ids)
+        results.append(made)
+        engine.close()
+    assert results[0] == results[1] and all(len(x) == 5 for x in results[0].values())
+
+
+def test_decode_rows_are_padded_to_buckets(built):
+    engine = make_engine(make_executor(built))
+    sizes = []
+    shapes = engine.executor.inputs.shapes
+    engine.executor.inputs.shapes = lambda rows, samples: (
+        sizes.append((rows, engine.executor.buffers.num_rows)) or shapes(rows, samples)
+    )
+    run(engine, [tokens(i, 12) for i in range(3)], max_tokens=4)
+    assert (4, 3) in sizes
+    engine.close()
+
+
+def test_misfits_are_refused_before_anything_is_allocated(built, monkeypatch):
+    _, out, manifest = built[ARCHS[0]]
+    monkeypatch.setattr(torch, "empty", None)  # the arenas' allocation
+    monkeypatch.setattr(torch, "zeros", None)
+    facts = RuntimeFacts("10.15.0.1", "9.0", manifest.plugin_abi_hash)
+    runtime = EngineDouble(manifest.io, facts)
+    monkeypatch.setattr(
+        "test_tensorrt_executor.Sampler", lambda *args, **options: None, raising=False
+    )
+    with pytest.raises(EngineMismatch, match=r"10\.15\.0\.1"):
+        make_executor(built, runtime=runtime)
+    with pytest.raises(EngineMismatch, match="tp: expected 2"):
+        make_executor(built, tp_size=2)
+    for change in (
+        {"max_requests": 13}, {"max_num_batched_tokens": 65}, {"max_seq_len": 161},
+        {"capacity_tokens": 1025},
+    ):  # fmt: skip
+        (name,) = change
+        with pytest.raises(InvalidArgument, match=f"{name}.*built for"):
+            make_executor(built, settings=config(**change))
+    with pytest.raises(InvalidArgument, match="dtype.*bfloat16"):
+        make_executor(built, settings=config(dtype="bfloat16"))
+    assert runtime.loaded is None
+
+
+def test_a_refused_step_fails_its_requests(built):
+    engine = make_engine(make_executor(built))
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    engine.executor.runtime.execute_async_v3 = lambda stream: False
+    engine.add_request("a", tokens(1, 20), params)
+    outs = []
+    while engine.has_work():
+        outs += engine.step()
+    assert outs[-1].error is not None and "TensorRT" in str(outs[-1].error)
+    engine.close()
+
+
+def test_the_largest_layout_of_a_plan_fits_the_engine(built):
+    """Every capacity that the planner may use is one the engine was built for."""
+    executor = make_executor(built)
+    io = executor.inputs.io
+    assert io.capacities == executor.capacities
+    assert dataclasses.asdict(io.limits) == dataclasses.asdict(built[ARCHS[0]][2].limits)
+    executor.close()
