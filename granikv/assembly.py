@@ -5,12 +5,14 @@ The only place that knows which executor goes with which cost model.
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from granikv.cache.manager import CacheManager
-from granikv.config import EngineConfig
+from granikv.config import EngineConfig, ModelConfig
 from granikv.cost_model import CostModel
 from granikv.dispatcher import Dispatcher
 from granikv.errors import InvalidArgument
@@ -29,14 +31,34 @@ def build_executor(
 
     Raises what loading a model raises, and InvalidArgument for a dtype that is none.
     """
+    if config.executor == "tensorrt":
+        return _build_tensorrt(config, tokenizer)
     config = resolve_device(config)
     decoder, tokenizer = _load(config, tokenizer)
-    eos = set(decoder.config.eos_token_ids)
-    eos |= set(tokenizer.eos_token_ids if tokenizer is not None else ())
-    sampler = Sampler(
-        config.max_requests, decoder.config.vocab_size, eos_token_ids=tuple(sorted(eos))
-    )
+    sampler = _make_sampler(config, decoder.config, tokenizer)
     return config, make_executor(config, decoder, sampler), tokenizer
+
+
+def _make_sampler(config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> Sampler:
+    eos = set(model.eos_token_ids)
+    eos |= set(tokenizer.eos_token_ids if tokenizer is not None else ())
+    return Sampler(config.max_requests, model.vocab_size, eos_token_ids=tuple(sorted(eos)))
+
+
+def _build_tensorrt(
+    config: EngineConfig, tokenizer: Tokenizer | None
+) -> tuple[EngineConfig, Any, Tokenizer | None]:
+    """Executor of the engines in config.engine_dir; the tokenizer is that of config.model."""
+    from granikv.engines.manifest import load_manifest
+    from granikv.executor.ranks import start_tensorrt
+
+    manifest = load_manifest(Path(str(config.engine_dir)))
+    if config.dtype == "auto":
+        config = dataclasses.replace(config, dtype=manifest.dtype)
+    config = resolve_device(config)
+    tokenizer = tokenizer or load_tokenizer(config.model)
+    sampler = _make_sampler(config, manifest.model, tokenizer)
+    return config, start_tensorrt(config, manifest, sampler), tokenizer
 
 
 def _load(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Decoder, Tokenizer | None]:

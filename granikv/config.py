@@ -49,6 +49,7 @@ UNIFORM_PAGE_TOKENS = 16  # the usual page of paged engines
 
 
 DEVICES = ("auto", "cpu", "cuda")
+EXECUTORS = ("torch", "tensorrt")
 MAX_THREADS = 1024
 
 
@@ -60,6 +61,10 @@ class EngineConfig:
     random_weights: bool = False  # `model` gives the shape alone: speed without a download
     device: str = "auto"  # one of DEVICES; auto: the GPU where there is one
     dtype: str = "auto"  # of weights and KV; auto: bfloat16 on a GPU, float32 on the CPU
+    executor: str = "torch"  # one of EXECUTORS
+    engine_dir: str | None = None  # with executor tensorrt: what `granikv build` wrote
+    plugin: str | None = None  # with executor tensorrt: GraniKV's plugin library
+    tp: int = 1  # tensor-parallel ranks; above 1 with executor tensorrt only
     capacity_tokens: int = 65536  # KV arena, one padding slot included
     max_requests: int = 256  # rows of the request table: running at once
     max_seq_len: int = 0  # 0: the model's context
@@ -81,6 +86,7 @@ class EngineConfig:
             ("max_requests", 1),
             ("max_num_batched_tokens", 1),
             ("max_queued_requests", 1),
+            ("tp", 1),
             ("min_extent_tokens", 1),
             ("max_move_tokens", 0),
         ):
@@ -88,6 +94,18 @@ class EngineConfig:
                 raise InvalidArgument(name, getattr(self, name), f"at least {lowest}")
         if not 0 <= self.num_threads <= MAX_THREADS:  # torch itself crashes on absurd numbers
             raise InvalidArgument("num_threads", self.num_threads, f"0 to {MAX_THREADS}")
+        if self.executor not in EXECUTORS:
+            raise InvalidArgument("executor", self.executor, f"one of {EXECUTORS}")
+        if self.executor == "tensorrt":
+            for name in ("engine_dir", "plugin"):
+                if getattr(self, name) is None:
+                    raise InvalidArgument(name, None, "a path, with executor='tensorrt'")
+        else:
+            for name, unset in (("engine_dir", None), ("plugin", None), ("tp", 1)):
+                if getattr(self, name) != unset:
+                    raise InvalidArgument(
+                        name, getattr(self, name), f"{unset}, or executor='tensorrt'"
+                    )
         if self.async_depth not in (0, 1):
             raise InvalidArgument("async_depth", self.async_depth, "0 or 1")
         if self.prefix_layout not in ("asymmetric", "uniform"):

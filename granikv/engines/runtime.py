@@ -23,6 +23,7 @@ ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"
 class EngineRuntime(Protocol):
     """One engine of one rank. Shapes and addresses stay until they are set again."""
 
+    device_type: str  # "cuda", or "cpu" for a test's double
     file_kind: str  # what `load` takes: "engine", or "graph" for a test's double
 
     def facts(self) -> RuntimeFacts:
@@ -55,7 +56,7 @@ class TensorRTRuntime:
     plugin: path of the library. Raises Unavailable when TensorRT or the library cannot be loaded.
     """
 
-    file_kind = "engine"
+    device_type, file_kind = "cuda", "engine"
 
     def __init__(self, plugin: str | Path):
         try:

@@ -32,7 +32,7 @@ WARMUP_RUNS = 1  # eager runs of a key before it is captured: kernels compile, p
 
 
 @dataclass
-class _Handle:
+class Handle:
     done: Any  # torch.cuda.Event
     started: Any
     host_ids: torch.Tensor  # int64 [rows], pinned
@@ -144,10 +144,10 @@ class DeviceExecutor:
     # -- the executor's interface --------------------------------------------------------------
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> _Handle:
+    def launch(self, plan: StepPlan) -> Handle:
         """Queue the step; an error of this step is raised by `wait`, never here."""
         num_samples = int(plan.counts[Count.NUM_SAMPLE_ROWS])
-        handle = _Handle(None, None, torch.empty(0), num_samples)
+        handle = Handle(None, None, torch.empty(0), num_samples)
         try:
             if not self.on_gpu:
                 self._step(plan, handle)
@@ -162,7 +162,7 @@ class DeviceExecutor:
             handle.error = error
         return handle
 
-    def wait(self, handle: _Handle) -> StepOutput:
+    def wait(self, handle: Handle) -> StepOutput:
         """Output of the step. Raises what the step raised."""
         if handle.error is not None:
             raise handle.error
@@ -186,7 +186,7 @@ class DeviceExecutor:
 
     # -- one step ------------------------------------------------------------------------------
 
-    def _step(self, plan: StepPlan, handle: _Handle) -> None:
+    def _step(self, plan: StepPlan, handle: Handle) -> None:
         take_rows(plan, self.prompt_lens, self.sampler)
         apply_moves(plan, (self.k_arena, self.v_arena))
         num_rows = int(plan.counts[Count.NUM_ROWS])
@@ -249,7 +249,7 @@ class DeviceExecutor:
     def _sample(
         self,
         plan: StepPlan,
-        handle: _Handle,
+        handle: Handle,
         logits: torch.Tensor,
         rows: dict[str, torch.Tensor],
     ) -> None:

@@ -53,7 +53,8 @@ class TensorRTExecutor(DeviceExecutor):
         binding: int = 0,
     ):
         manifest.check(folder, tp_size, runtime.facts(), runtime.file_kind)
-        sizes = _sizes(engine_config, manifest)
+        sizes = engine_sizes(engine_config, manifest)
+        self.rank = rank
         shard = Shard(manifest.model, tp_size, rank)
         own = replace(shard.rank_config, max_position=manifest.limits.max_seq_len)
         super().__init__(sizes, own, sampler, device, use_graphs)
@@ -108,7 +109,7 @@ class TensorRTExecutor(DeviceExecutor):
         self.runtime.unbind_arenas(self.binding)
 
 
-def _sizes(config: EngineConfig, manifest: Manifest) -> EngineConfig:
+def engine_sizes(config: EngineConfig, manifest: Manifest) -> EngineConfig:
     """config with the sizes of the engine. Raises InvalidArgument for one above them."""
     limits = manifest.limits
     for name, limit in (

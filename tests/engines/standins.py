@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
+import torch.distributed as dist
 from onnxruntime_extensions import PyCustomOpDef, get_library_path, onnx_op
 
 from granikv.attention.reference import attention_step
@@ -80,14 +81,34 @@ def hot_cold_attention(*arrays, layer, num_qo_heads, num_kv_heads, head_dim, max
 
 
 class Group:
-    """Ranks that sum together; the sum is taken in rank order on each."""
+    """Ranks that sum together, threads of one process; in rank order on each."""
 
     def __init__(self, size: int):
         self.barrier = threading.Barrier(size, timeout=60)
         self.parts: list[np.ndarray | None] = [None] * size
 
+    def sum(self, x: np.ndarray, rank: int) -> np.ndarray:
+        self.parts[rank] = x
+        self.barrier.wait()
+        total = np.add.reduce(np.stack(self.parts), axis=0)
+        self.barrier.wait()
+        return total
 
-GROUPS: dict[int, Group] = {}
+
+class ProcessGroup:
+    """The same between processes, over torch.distributed."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def sum(self, x: np.ndarray, rank: int) -> np.ndarray:
+        assert dist.get_rank() == rank
+        parts = [torch.empty(x.shape) for _ in range(self.size)]
+        dist.all_gather(parts, torch.from_numpy(x))
+        return np.add.reduce(np.stack([part.numpy() for part in parts]), axis=0)
+
+
+GROUPS: dict[int, Group | ProcessGroup] = {}
 
 
 @onnx_op(
@@ -97,12 +118,7 @@ GROUPS: dict[int, Group] = {}
     attrs=_attributes(ALL_REDUCE_ATTRIBUTES),
 )
 def all_reduce(x, tp_size, tp_rank, **_):
-    group = GROUPS[tp_size]
-    group.parts[tp_rank] = x
-    group.barrier.wait()
-    total = np.add.reduce(np.stack(group.parts), axis=0)
-    group.barrier.wait()
-    return total
+    return GROUPS[tp_size].sum(x, tp_rank)
 
 
 def runnable(path: Path) -> Path:

@@ -1,0 +1,279 @@
+"""Tensor-parallel ranks of one engine: a process each, all running rank 0's plans.
+
+    rank 0 (the engine's process)   plan ----- pipe -----> rank 1 .. n: the same step
+           logits <---- gather ---- shards of the vocabulary
+           sample, last ids ------- broadcast ----------> the next step's input ids
+
+Plans travel through the child's standard input: private to both, and at its end, when the parent
+is gone, the child ends too. Tensors travel by torch.distributed: NCCL on GPUs, gloo on CPUs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+
+from granikv.config import EngineConfig
+from granikv.core import StepPlan
+from granikv.engines.manifest import Manifest, load_manifest
+from granikv.errors import Unavailable
+from granikv.executor.device_executor import Handle
+from granikv.executor.tensorrt_executor import TensorRTExecutor, engine_sizes
+from granikv.sampling import Sampler
+
+RUNTIME = "granikv.engines.runtime:TensorRTRuntime"
+START_TIMEOUT_S = 300  # imports and the GPU's context
+COLLECTIVE_TIMEOUT_S = 300
+STOP_TIMEOUT_S = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class RankSettings:
+    """What a rank's process is told. runtime: "module:callable"; it gets runtime_options."""
+
+    rank: int
+    tp_size: int
+    folder: str
+    device: str  # "cuda": GPU number `rank`; "cpu"
+    store: str  # file of the rendezvous, in a folder of our own
+    engine_config: dict[str, Any]
+    runtime: str
+    runtime_options: dict[str, Any]
+
+
+class RankExecutor(TensorRTExecutor):
+    """One rank of a group that `join` has set up; rank 0's is the one the engine sees."""
+
+    def _whole_logits(self, num_samples: int) -> torch.Tensor:
+        if num_samples == 0:
+            return super()._whole_logits(0)
+        shard = self.logits[:num_samples]
+        parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+        dist.gather(shard, parts if self.rank == 0 else None)
+        return torch.cat(parts, dim=1)[:, : self.decoder.config.vocab_size]
+
+    def _sample(self, plan: StepPlan, *arguments: Any) -> None:
+        if self.rank == 0:
+            super()._sample(plan, *arguments)
+        dist.broadcast(self.last_sampled, 0)
+
+
+class LeaderExecutor(RankExecutor):
+    """Rank 0: starts the other ranks, sends them every plan, ends them at close.
+
+    Raises Unavailable when a rank ends on its own.
+    """
+
+    def __init__(self, engine_config, folder, manifest, runtime, sampler, settings: RankSettings):
+        self._processes = RankProcesses(settings)
+        try:
+            self._processes.wait_ready()
+            device = join(settings)
+            super().__init__(
+                engine_config, folder, manifest, runtime, sampler, device,
+                rank=0, tp_size=settings.tp_size,
+            )  # fmt: skip
+        except BaseException:
+            self._processes.kill()
+            raise
+
+    def launch(self, plan: StepPlan) -> Handle:
+        try:
+            self._processes.send(plan)
+        except Unavailable as error:
+            return Handle(None, None, torch.empty(0), 0, error=error)
+        return super().launch(plan)
+
+    def close(self) -> None:
+        self._processes.close()
+        super().close()
+        dist.destroy_process_group()
+        shutil.rmtree(Path(self._processes.store).parent, ignore_errors=True)
+
+
+class RankProcesses:
+    """Processes of the ranks 1 to tp_size - 1."""
+
+    def __init__(self, leader: RankSettings):
+        self.processes: list[subprocess.Popen] = []
+        self.store = leader.store
+        for rank in range(1, leader.tp_size):
+            settings = dataclasses.asdict(dataclasses.replace(leader, rank=rank))
+            command = [sys.executable, "-m", "granikv.executor.ranks", json.dumps(settings)]
+            self.processes.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+
+    def wait_ready(self) -> None:
+        """Until every rank is about to join. Raises Unavailable when one ends or is too late."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        for rank, process in enumerate(self.processes, start=1):
+            while not ready_file(self.store, rank).exists():
+                if process.poll() is not None:
+                    raise _ended(rank, process.returncode)
+                if time.monotonic() > deadline:
+                    raise Unavailable(f"rank {rank}: expected it within {START_TIMEOUT_S} s")
+                time.sleep(0.05)
+
+    def send(self, plan: StepPlan) -> None:
+        """What a rank needs of the plan. Raises Unavailable when one has ended."""
+        # requests and reasons stay here: the other ranks neither sample nor explain
+        bare = dataclasses.replace(plan, sample_requests=[], new_requests=[], choices=[])
+        content = pickle.dumps(bare, protocol=pickle.HIGHEST_PROTOCOL)
+        for rank, process in enumerate(self.processes, start=1):
+            assert process.stdin is not None
+            try:
+                process.stdin.write(struct.pack("<Q", len(content)) + content)
+                process.stdin.flush()
+            except OSError:
+                raise _ended(rank, process.wait()) from None
+
+    def close(self) -> None:
+        """End of input: the ranks finish what they have and leave. Late ones are killed."""
+        for process in self.processes:
+            assert process.stdin is not None
+            try:
+                process.stdin.close()
+            except OSError:
+                continue  # it has ended
+        for process in self.processes:
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def start_tensorrt(
+    config: EngineConfig, manifest: Manifest, sampler: Sampler, runtime: str | None = None
+) -> TensorRTExecutor:
+    """Executor of config.engine_dir, with processes for the other ranks when config.tp is above 1.
+
+    runtime: "module:callable" that every rank calls with plugin=config.plugin; None: TensorRT's. Raises Unavailable
+    (no GPU where it is needed, no TensorRT, no plugin) and what TensorRTExecutor raises.
+    """
+    folder = Path(str(config.engine_dir))
+    settings = RankSettings(
+        rank=0,
+        tp_size=config.tp,
+        folder=str(folder),
+        device=config.device,
+        store=make_store() if config.tp > 1 else "",
+        engine_config=json.loads(json.dumps(dataclasses.asdict(config), default=str)),
+        runtime=runtime or RUNTIME,
+        runtime_options={"plugin": config.plugin},
+    )
+    made = make_runtime(settings)
+    if made.device_type != config.device:
+        raise Unavailable(
+            f"executor='tensorrt': expected a device of type {made.device_type}, got "
+            f"{config.device}; use a machine with a GPU, or executor='torch'"
+        )
+    # all that can be refused is refused before another process starts
+    manifest.check(folder, config.tp, made.facts(), made.file_kind)
+    engine_sizes(config, manifest)
+    if config.tp == 1:
+        return TensorRTExecutor(config, folder, manifest, made, sampler, config.device)
+    return LeaderExecutor(config, folder, manifest, made, sampler, settings)
+
+
+def join(settings: RankSettings) -> torch.device:
+    """Enter the group of ranks; returns this rank's device. Raises Unavailable."""
+    device = torch.device("cpu")
+    if settings.device == "cuda":
+        device = torch.device("cuda", settings.rank)
+        torch.cuda.set_device(device)
+    elif "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks of one machine
+    try:
+        dist.init_process_group(
+            "nccl" if settings.device == "cuda" else "gloo",
+            init_method=f"file://{settings.store}",
+            rank=settings.rank,
+            world_size=settings.tp_size,
+            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise Unavailable(f"rank {settings.rank}: no group of {settings.tp_size} ranks: {error}") from error  # fmt: skip
+    return device
+
+
+def make_store() -> str:
+    """A file for the rendezvous in a new folder that only this user can read."""
+    return str(Path(tempfile.mkdtemp(prefix="granikv_ranks_")) / "store")
+
+
+def ready_file(store: str, rank: int) -> Path:
+    return Path(f"{store}.{rank}")
+
+
+def _ended(rank: int, code: int) -> Unavailable:
+    return Unavailable(
+        f"rank {rank}: expected a running process, it ended with {code}; its own output says why; "
+        "restart the engine"
+    )
+
+
+def make_runtime(settings: RankSettings) -> Any:
+    module, _, name = settings.runtime.partition(":")
+    return getattr(importlib.import_module(module), name)(**settings.runtime_options)
+
+
+class NoSampler:
+    """Of a rank that never samples."""
+
+    def set_request(self, *arguments: Any) -> None:
+        raise AssertionError("only rank 0 has requests")
+
+
+def read_plan(stream: IO[bytes]) -> StepPlan | None:
+    """The next plan, or None at the end of the stream."""
+    head = stream.read(8)
+    if len(head) < 8:
+        return None
+    (length,) = struct.unpack("<Q", head)
+    content = stream.read(length)
+    return pickle.loads(content) if len(content) == length else None
+
+
+def main() -> int:
+    """One rank above 0, until its standard input ends."""
+    settings = RankSettings(**json.loads(sys.argv[1]))
+    plans = sys.stdin.buffer
+    ready_file(settings.store, settings.rank).touch()
+    device = join(settings)
+    folder = Path(settings.folder)
+    sampler: Any = NoSampler()
+    executor = RankExecutor(
+        EngineConfig(**settings.engine_config), folder, load_manifest(folder),
+        make_runtime(settings), sampler, device,
+        rank=settings.rank, tp_size=settings.tp_size,
+    )  # fmt: skip
+    while (plan := read_plan(plans)) is not None:
+        handle = executor.launch(plan)
+        if handle.error is not None:  # the group has lost its order: rank 0 is told by our end
+            raise handle.error
+    executor.close()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
