@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from granikv.engines.build_worker import load_tensorrt
 from granikv.engines.manifest import RuntimeFacts
 from granikv.errors import ModelFileError, Unavailable
 
+NCCL_ID_BYTES = 128
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -31,6 +33,12 @@ class EngineRuntime(Protocol):
 
     def load(self, path: Path) -> None:
         """Raises ModelFileError for a file that is not an engine of this runtime."""
+
+    def join_ranks(self, rank: int, tp_size: int, share: Callable[[bytes], bytes]) -> None:
+        """Before the first step of a network with all-reduces; every rank calls it at once.
+
+        share: returns rank 0's bytes on every rank; all give as many.
+        """
 
     def bind_arenas(
         self, binding: int, k_arena: torch.Tensor, v_arena: torch.Tensor, config: ModelConfig
@@ -96,6 +104,20 @@ class TensorRTRuntime:
         self._context = self._engine.create_execution_context()
         if self._context is None:
             raise Unavailable(f"{path}: no memory on the GPU for the engine's activations")
+
+    def join_ranks(self, rank: int, tp_size: int, share: Callable[[bytes], bytes]) -> None:
+        unique_id = ctypes.create_string_buffer(NCCL_ID_BYTES)
+        if rank == 0:
+            self._call("granikvNcclUniqueId", unique_id, ctypes.c_int32(NCCL_ID_BYTES))
+        shared = ctypes.create_string_buffer(share(unique_id.raw), NCCL_ID_BYTES)
+        number = ctypes.c_int32(0)  # one group of ranks per process
+        self._call(
+            "granikvInitCommunicator",
+            number,
+            shared,
+            ctypes.c_int32(tp_size),
+            ctypes.c_int32(rank),
+        )
 
     def bind_arenas(
         self, binding: int, k_arena: torch.Tensor, v_arena: torch.Tensor, config: ModelConfig

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from granikv.config import EngineConfig
 from granikv.core import StepPlan
 from granikv.engines.manifest import Manifest, load_manifest
+from granikv.engines.runtime import EngineRuntime
 from granikv.errors import Unavailable
 from granikv.executor.device_executor import Handle
 from granikv.executor.tensorrt_executor import TensorRTExecutor, engine_sizes
@@ -59,6 +60,22 @@ class RankSettings:
 class RankExecutor(TensorRTExecutor):
     """One rank of a group that `join` has set up; rank 0's is the one the engine sees."""
 
+    def __init__(
+        self,
+        engine_config: EngineConfig,
+        folder: Path,
+        manifest: Manifest,
+        runtime: EngineRuntime,
+        sampler: Sampler,
+        device: torch.device,
+        rank: int,
+        tp_size: int,
+    ):
+        super().__init__(
+            engine_config, folder, manifest, runtime, sampler, device, rank=rank, tp_size=tp_size
+        )
+        runtime.join_ranks(rank, tp_size, share)
+
     def _whole_logits(self, num_samples: int) -> torch.Tensor:
         if num_samples == 0:
             return super()._whole_logits(0)
@@ -73,6 +90,14 @@ class RankExecutor(TensorRTExecutor):
         dist.broadcast(self.last_sampled, 0)
 
 
+def share(content: bytes) -> bytes:
+    """Rank 0's bytes, on every rank; all give as many."""
+    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
+    tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+    dist.broadcast(tensor, 0)
+    return tensor.cpu().numpy().tobytes()
+
+
 class LeaderExecutor(RankExecutor):
     """Rank 0: starts the other ranks, sends them every plan, ends them at close.
 
@@ -85,9 +110,8 @@ class LeaderExecutor(RankExecutor):
             self._processes.wait_ready()
             device = join(settings)
             super().__init__(
-                engine_config, folder, manifest, runtime, sampler, device,
-                rank=0, tp_size=settings.tp_size,
-            )  # fmt: skip
+                engine_config, folder, manifest, runtime, sampler, device, 0, settings.tp_size
+            )
         except BaseException:
             self._processes.kill()
             raise
