@@ -13,6 +13,7 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,21 @@ def load_tensorrt(builder: str) -> Any:
     return module
 
 
-def load_plugins(trt: Any, logger: Any, plugin: str) -> None:
-    """A shared library with getCreators, or, for tests, a Python module `name:function`."""
-    if plugin.endswith(".so"):
-        ctypes.CDLL(plugin)  # a missing dependency is named here, not by TensorRT
-        trt.get_plugin_registry().load_library(plugin)
-        return
-    module, _, function = plugin.partition(":")
-    getattr(importlib.import_module(module), function)(trt)
+def load_plugins(trt: Any, plugin: str) -> Callable[[], str]:
+    """A shared library with getCreators, or, for tests, a Python module `name:function`.
+
+    Returns what asks the library for its last error, which TensorRT's own message leaves out.
+    Raises OSError or RuntimeError for a library that cannot be loaded.
+    """
+    if not plugin.endswith(".so"):
+        module, _, function = plugin.partition(":")
+        getattr(importlib.import_module(module), function)(trt)
+        return lambda: ""
+    library = ctypes.CDLL(plugin)  # a missing dependency is named here, not by TensorRT
+    library.granikvLastError.restype = ctypes.c_char_p
+    if trt.get_plugin_registry().load_library(plugin) is None:
+        raise RuntimeError(f"{plugin}: TensorRT's registry did not take it")
+    return lambda: (library.granikvLastError() or b"").decode(errors="replace")
 
 
 def build(request: dict) -> dict:
@@ -51,7 +59,12 @@ def build(request: dict) -> dict:
                 messages.append(message)
 
     logger = Logger()
-    load_plugins(trt, logger, request["plugin"])
+    last_error = load_plugins(trt, request["plugin"])
+
+    def failure(*parts: str) -> RuntimeError:
+        said = [text for text in (last_error(), *parts, *messages) if text]
+        return RuntimeError("\n".join(said) or "TensorRT gave no reason")
+
     trt_builder = trt.Builder(logger)
     flags = 0
     if hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED"):  # types are the graph's
@@ -59,8 +72,7 @@ def build(request: dict) -> dict:
     network = trt_builder.create_network(flags)
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(request["onnx"]):
-        errors = [str(parser.get_error(i)) for i in range(parser.num_errors)]
-        raise RuntimeError("\n".join([*errors, *messages]) or "the graph was refused")
+        raise failure(*(str(parser.get_error(i)) for i in range(parser.num_errors)))
     config = trt_builder.create_builder_config()
     profile = trt_builder.create_optimization_profile()
     for name, shapes in request["profile"].items():
@@ -77,7 +89,7 @@ def build(request: dict) -> dict:
     begin = time.monotonic()
     serialized = trt_builder.build_serialized_network(network, config)
     if serialized is None:
-        raise RuntimeError("\n".join(messages) or "TensorRT built nothing and said nothing")
+        raise failure()
     with Path(request["engine"]).open("wb") as file:
         file.write(serialized)
     return {

@@ -163,40 +163,22 @@ def test_rtx_builds_the_graph_with_twins_of_the_plugins(tmp_path, monkeypatch, a
         build_engine(BuildRequest("rtx", *names, "plugin_twin:register", profile, ["9.0"]))
 
 
-LIBRARIES = sorted(ROOT.glob("trtllm_plugin/build*/**/*granikv*.so"))
+LIBRARY = ROOT / "out" / "plugin" / "libgranikv_trt.so"
 
 
 @needs_rtx
-@pytest.mark.skipif(not LIBRARIES, reason="no library in trtllm_plugin/build*: build the plugin")
+@pytest.mark.skipif(not LIBRARY.is_file(), reason=f"{LIBRARY} is missing: build the plugin")
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_rtx_builds_engines_with_the_plugin_library(tmp_path, tp_size):
-    """The embedded model's heads, which every plugin library has cubins for at tp 1."""
-    shape = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-    path = make_tiny_hf(tmp_path / "model", num_hidden_layers=2, **shape)
+    """Each rank has the embedded model's heads: every plugin library has kernels for them."""
+    heads = {"num_attention_heads": 9 * tp_size, "num_key_value_heads": 3 * tp_size}
+    path = make_tiny_hf(
+        tmp_path / "model", num_hidden_layers=2, hidden_size=144, head_dim=64, **heads
+    )
     out = tmp_path / "out"
-    made = build(
-        settings(
-            path,
-            out,
-            tp_size=tp_size,
-            builder="rtx",
-            plugin=LIBRARIES[0],
-            compute_capabilities=("8.9",),
-        )  # fmt: skip
-    )
+    rtx = {"builder": "rtx", "plugin": LIBRARY, "compute_capabilities": ("8.9",)}
+    made = build(settings(path, out, tp_size=tp_size, dtype="bfloat16", **rtx))
     assert made.builder == "rtx" and all(rank.engine for rank in made.ranks)
-    before = [(out / f"rank{r}.engine").stat().st_mtime_ns for r in range(tp_size)]
-    assert (
-        build(
-            settings(
-                path,
-                out,
-                tp_size=tp_size,
-                builder="rtx",
-                plugin=LIBRARIES[0],
-                compute_capabilities=("8.9",),
-            )  # fmt: skip
-        )
-        == made
-    )
-    assert before == [(out / f"rank{r}.engine").stat().st_mtime_ns for r in range(tp_size)]
+    times = [(out / f"rank{r}.engine").stat().st_mtime_ns for r in range(tp_size)]
+    assert build(settings(path, out, tp_size=tp_size, dtype="bfloat16", **rtx)) == made
+    assert times == [(out / f"rank{r}.engine").stat().st_mtime_ns for r in range(tp_size)]
