@@ -4,8 +4,8 @@
            logits <---- gather ---- shards of the vocabulary
            sample, last ids ------- broadcast ----------> the next step's input ids
 
-Plans travel through the child's standard input: private to both, and at its end, when the parent
-is gone, the child ends too. Tensors travel by torch.distributed: NCCL on GPUs, gloo on CPUs.
+Plans travel through the child's standard input, private to both; the child ends with it, and at
+once when its parent dies. Tensors travel by torch.distributed: NCCL on GPUs, gloo on CPUs.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from granikv.engines.runtime import EngineRuntime
 from granikv.errors import Unavailable
 from granikv.executor.device_executor import Handle
 from granikv.executor.tensorrt_executor import TensorRTExecutor, engine_sizes
+from granikv.processes import die_with_parent
 from granikv.sampling import Sampler
 
 RUNTIME = "granikv.engines.runtime:TensorRTRuntime"
@@ -85,9 +86,11 @@ class RankExecutor(TensorRTExecutor):
         return torch.cat(parts, dim=1)[:, : self.decoder.config.vocab_size]
 
     def _sample(self, plan: StepPlan, *arguments: Any) -> None:
-        if self.rank == 0:
-            super()._sample(plan, *arguments)
-        dist.broadcast(self.last_sampled, 0)
+        try:
+            if self.rank == 0:
+                super()._sample(plan, *arguments)
+        finally:  # the others wait for it, whatever became of the sampling
+            dist.broadcast(self.last_sampled, 0)
 
 
 def share(content: bytes) -> bytes:
@@ -139,7 +142,11 @@ class RankProcesses:
         for rank in range(1, leader.tp_size):
             settings = dataclasses.asdict(dataclasses.replace(leader, rank=rank))
             command = [sys.executable, "-m", "granikv.executor.ranks", json.dumps(settings)]
-            self.processes.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+            command.append(str(os.getpid()))
+            # a session of its own: Ctrl-C is the leader's, which ends the ranks in order
+            self.processes.append(
+                subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            )
 
     def wait_ready(self) -> None:
         """Until every rank is about to join. Raises Unavailable when one ends or is too late."""
@@ -280,7 +287,8 @@ def read_plan(stream: IO[bytes]) -> StepPlan | None:
 
 def main() -> int:
     """One rank above 0, until its standard input ends."""
-    settings = RankSettings(**json.loads(sys.argv[1]))
+    settings, parent_pid = RankSettings(**json.loads(sys.argv[1])), int(sys.argv[2])
+    die_with_parent(parent_pid)
     plans = sys.stdin.buffer
     ready_file(settings.store, settings.rank).touch()
     device = join(settings)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import importlib
 import os
 import signal
@@ -24,20 +23,13 @@ import zmq
 from granikv.config import EngineConfig
 from granikv.core import FinishReason, RequestOutput
 from granikv.errors import InvalidArgument, Unavailable, Unsupported
+from granikv.processes import die_with_parent
 from granikv.sampling_params import SamplingParams
 from granikv.serving import wire
 from granikv.serving.settings import DEFAULT_ENGINE_CLASS, parse_engine_config
 
 STATS_PERIOD_S = 0.2
 MAX_FAILED_STEPS = 3  # in a row, without an output: the engine is beyond help
-PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """SIGKILL for this process when its parent dies, also when it died before this call."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        sys.exit(f"parent {parent_pid} died while the engine process started")
 
 
 def load_class(path: str) -> type:

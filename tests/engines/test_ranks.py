@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import select
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -83,6 +86,36 @@ def test_a_dead_rank_fails_the_step_by_name(built, monkeypatch):
         outs += engine.step()
     assert isinstance(outs[-1].error, Unavailable) and "rank 1" in str(outs[-1].error)
     engine.close()
+
+
+LEADER = """
+import sys, time
+from granikv.config import EngineConfig
+from granikv.engines.manifest import load_manifest
+from granikv.executor.ranks import start_tensorrt
+from pathlib import Path
+out = sys.argv[1]
+settings = EngineConfig(
+    executor="tensorrt", engine_dir=out, plugin=out, device="cpu", dtype="float32", tp=2,
+    capacity_tokens=512, max_requests=4, max_num_batched_tokens=32, max_seq_len=64,
+)
+executor = start_tensorrt(settings, load_manifest(Path(out)), None, "engine_double:from_folder")
+print(executor._processes.processes[0].pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_ranks_die_with_a_killed_leader(built):
+    places = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    environ = os.environ | {"PYTHONPATH": places}
+    command = [sys.executable, "-c", LEADER, str(built[1])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as leader:
+        try:
+            rank = os.pidfd_open(int(leader.stdout.readline()))
+        finally:
+            leader.kill()
+    assert select.select([rank], [], [], 10)[0], "the rank outlived its leader"
+    os.close(rank)
 
 
 def test_a_rank_that_cannot_start_is_reported_at_once(built, monkeypatch):
