@@ -12,7 +12,7 @@ import torch
 from granikv.attention.plan_buffers import PlanBuffers, attention_shape
 from granikv.core import Count
 from granikv.cost_model import CostModel
-from granikv.engines.export import engine_io, export_rank
+from granikv.engines.export import TORCH_TYPES, engine_io, export_rank
 from granikv.engines.io import NETWORK_INPUTS, BuildLimits
 from granikv.engines.sharding import Shard
 from granikv.engines.step_inputs import StepInputs
@@ -21,20 +21,22 @@ from granikv.executor.torch_executor import TorchExecutor
 
 
 class RankGraph:
-    """One rank: its session, its arenas and its input buffers."""
+    """One rank: its session, its arenas and its input buffers. make_session: of standins."""
 
-    def __init__(self, checkpoint, shard: Shard, limits: BuildLimits, folder):
-        export_rank(checkpoint, shard, limits, "float32", folder)
-        self.session = standins.session(folder / f"rank{shard.rank}.onnx")
+    def __init__(self, checkpoint, shard: Shard, limits: BuildLimits, folder, dtype, make_session):
+        export_rank(checkpoint, shard, limits, dtype, folder)
+        self.session = make_session(folder / f"rank{shard.rank}.onnx")
         own = shard.rank_config
         shape = (own.num_layers, limits.capacity_tokens, own.num_kv_heads, own.head_dim)
-        self.arenas = tuple(torch.full(shape, float("nan")) for _ in range(2))
+        self.arenas = tuple(
+            torch.full(shape, float("nan"), dtype=TORCH_TYPES[dtype]) for _ in range(2)
+        )
         standins.ARENAS[shard.rank] = self.arenas
         self.slots = torch.full(
             (limits.max_requests + 1, limits.max_seq_len), 2**30, dtype=torch.int32
         )
-        io = engine_io(shard, limits, "float32")
-        heads = attention_shape(own, torch.float32)
+        io = engine_io(shard, limits, dtype)
+        heads = attention_shape(own, TORCH_TYPES[dtype])
         self.buffers = PlanBuffers(heads, io.capacities, torch.device("cpu"), 1)
         self.inputs = StepInputs(io, self.buffers, self.slots, shard.rank)
 
@@ -83,7 +85,18 @@ class Seen:
 class LockstepExecutor(TorchExecutor):
     """checkpoint, folder: what is exported, and where to; padding: rows added to each decode step."""
 
-    def __init__(self, config, decoder, sampler, checkpoint, tp_size, folder, padding=0):
+    def __init__(
+        self,
+        config,
+        decoder,
+        sampler,
+        checkpoint,
+        tp_size,
+        folder,
+        padding=0,
+        dtype="float32",
+        make_session=standins.session,
+    ):
         super().__init__(config, decoder, sampler)
         self.keep_logits = True
         limits = BuildLimits(
@@ -91,7 +104,9 @@ class LockstepExecutor(TorchExecutor):
             config.capacity_tokens,
         )  # fmt: skip
         shards = [Shard(checkpoint.config, tp_size, rank) for rank in range(tp_size)]
-        self.ranks = [RankGraph(checkpoint, shard, limits, folder) for shard in shards]
+        self.ranks = [
+            RankGraph(checkpoint, shard, limits, folder, dtype, make_session) for shard in shards
+        ]
         standins.GROUPS[tp_size] = standins.Group(tp_size)
         self.seen, self.padding = Seen(), padding
         self._threads = ThreadPoolExecutor(tp_size)

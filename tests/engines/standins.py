@@ -15,6 +15,8 @@ import onnx
 import onnxruntime
 import torch
 import torch.distributed as dist
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
 from onnxruntime_extensions import PyCustomOpDef, get_library_path, onnx_op
 
 from granikv.attention.reference import attention_step
@@ -38,7 +40,6 @@ _COMMON = {
 
 # what the plugin finds outside the graph: binding -> (k, v), each [L, capacity, Hkv, D]
 ARENAS: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-MAX_PARTIALS_SEEN: set[int] = set()
 
 
 def _attributes(names):
@@ -51,7 +52,12 @@ def _attributes(names):
     outputs=[_F32],
     attrs=_attributes(ATTENTION_ATTRIBUTES),
 )
-def hot_cold_attention(*arrays, layer, num_qo_heads, num_kv_heads, head_dim, max_partials, **_):
+def hot_cold_attention(*arrays, **attributes):
+    return attention(arrays, **attributes)
+
+
+def attention(arrays, layer, num_qo_heads, num_kv_heads, head_dim, max_partials, **_):
+    """What the plugin computes: q and k rotated in fp32, then rounded to the arenas' dtype."""
     inputs = {spec.name: x for spec, x in zip(PLUGIN_INPUTS, arrays, strict=True)}
     plan = StepPlan(
         step_id=0,
@@ -68,10 +74,10 @@ def hot_cold_attention(*arrays, layer, num_qo_heads, num_kv_heads, head_dim, max
     assert dims[4] == has_decode and len(inputs["hot_items"]) >= plan.counts[3]
     qkv = torch.from_numpy(inputs["qkv"]).view(total, -1, head_dim)[:rows]
     qk, v = qkv.split([num_qo_heads + num_kv_heads, num_kv_heads], dim=1)
-    positions = torch.from_numpy(plan.row_position[:rows]).long()
-    cos, sin = (torch.from_numpy(inputs[f"rope_{x}"])[positions] for x in ("cos", "sin"))
+    cos, sin = (torch.tensor(inputs[f"rope_{x}"][plan.row_position[:rows]]) for x in ("cos", "sin"))
     qk = apply_rope(qk, torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])
     k_arena, v_arena = ARENAS[dims[5]]
+    qk = qk.to(k_arena.dtype)
     out = torch.zeros(total, num_qo_heads * head_dim)
     out[:rows] = attention_step(
         qk[:, :num_qo_heads], qk[:, num_qo_heads:], v, k_arena[layer], v_arena[layer],
@@ -142,3 +148,29 @@ def session(path: Path) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(
         str(runnable(path)), options, providers=["CPUExecutionProvider"]
     )
+
+
+class HotColdAttention(OpRun):
+    """The same for onnx's reference evaluator, which runs bf16."""
+
+    op_domain = PLUGIN_DOMAIN
+
+    def _run(self, qkv, *arrays, **attributes):
+        out = attention((qkv.astype(np.float32), *arrays), **attributes)
+        return (out.astype(qkv.dtype),)
+
+
+class Gemm(OpRun):
+    """Sums in fp32, one rounding to the inputs' type, as a GPU does it."""
+
+    op_domain = ""
+
+    def _run(self, a, b, c=None, transB=0, **_):  # noqa: N803
+        assert transB == 1
+        out = a.astype(np.float32) @ b.astype(np.float32).T
+        return ((out if c is None else out + c.astype(np.float32)).astype(a.dtype),)
+
+
+def evaluator(path: Path) -> ReferenceEvaluator:
+    """Slow, for tiny graphs of any dtype; run as a session is. tp 1 only."""
+    return ReferenceEvaluator(onnx.load(str(path)), new_ops=[HotColdAttention, Gemm])

@@ -5,9 +5,13 @@ The whole engine drives both with the same plans: prefill, decode, HOT prefixes,
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from helpers import make_tiny_hf
+import standins
+import torch
+from helpers import dense_attend, make_tiny_hf
 from lockstep import LockstepExecutor, SharesWherePossible
+from reference_logits import relative_errors
 from tiny_engine import ARCHS, run, tokens
 
 from granikv.config import EngineConfig
@@ -35,7 +39,7 @@ def agents():
     ]
 
 
-def make_engine(path, tp_size, folder, padding=0, **settings):
+def make_engine(path, tp_size, folder, padding=0, run_by=None, **settings):
     decoder = load_model(path)
     config = EngineConfig(
         **{
@@ -51,8 +55,9 @@ def make_engine(path, tp_size, folder, padding=0, **settings):
     )
     sampler = Sampler(config.max_requests, decoder.config.vocab_size, eos_token_ids=())
     executor = LockstepExecutor(
-        config, decoder, sampler, open_checkpoint(path), tp_size, folder, padding
-    )
+        config, decoder, sampler, open_checkpoint(path), tp_size, folder, padding,
+        **(run_by or {}),
+    )  # fmt: skip
     engine = Engine(config, executor=executor)
     cost = engine.dispatcher.cost
     engine.dispatcher.cost = SharesWherePossible(cost.profile, cost.model)
@@ -93,6 +98,27 @@ def test_promotion_moves_kv(tmp_path):
     assert engine.executor.seen.moves >= 1
     assert max(engine.executor.seen.errors) < MAX_RELATIVE_ERROR
     engine.close()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_bf16_graph_errs_no_more_than_torch_in_bf16(tmp_path, arch):
+    """Both against fp32, on the same prompts: at most twice the error (onnx's own evaluator)."""
+    path = make_tiny_hf(tmp_path / "model", arch, seed=3)
+    run_by = {"dtype": "bfloat16", "make_session": standins.evaluator}
+    engine = make_engine(path, 1, tmp_path, run_by=run_by)
+    for _ in range(2):
+        run(engine, agents(), max_tokens=4)
+    seen = engine.executor.seen
+    assert min(seen.prefills, seen.decodes, seen.hot) > 2
+    engine.close()
+    wide, half = load_model(path), load_model(path, torch.bfloat16)
+    allowed = []
+    for prompt in agents():
+        ids, attend = torch.tensor(prompt), dense_attend(wide.config)
+        want, got = (m.forward(ids, torch.arange(len(ids)), attend) for m in (wide, half))
+        allowed += relative_errors(list(got), want).tolist()
+    assert np.mean(seen.errors) < 2 * np.mean(allowed)
+    assert max(seen.errors) < 2 * max(allowed), (max(seen.errors), max(allowed))
 
 
 @pytest.fixture(scope="module")
