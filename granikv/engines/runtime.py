@@ -93,12 +93,12 @@ class TensorRTRuntime:
         return RuntimeFacts(self._trt.__version__, f"{major}.{minor}")
 
     def load(self, path: Path) -> None:
-        runtime = self._trt.Runtime(self._logger)
+        self._runtime = self._trt.Runtime(self._logger)  # it outlives what it makes
         with (
             path.open("rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
         ):
-            self._engine = runtime.deserialize_cuda_engine(content)
+            self._engine = self._runtime.deserialize_cuda_engine(content)
         if self._engine is None:
             raise ModelFileError(f"{path}: TensorRT refused it (its log says why); build it again")
         self._context = self._engine.create_execution_context()
