@@ -89,6 +89,10 @@ VARIABLES: dict[str, Variable] = {
             "GRANIKV_LOG_PLAN", _flag, False, "0 or 1",
             "1: every step's attention choices and their reasons on stderr of the engine",
         ),
+        Variable(
+            "GRANIKV_NATIVE", _flag, True, "0 or 1",
+            "0: torch alone attends on the CPU, the compiled kernel is neither built nor used",
+        ),
     )
 }  # fmt: skip
 
