@@ -82,6 +82,10 @@ VARIABLES: dict[str, Variable] = {
             "folder of sockets and pid files, made if missing; a new temporary one if not set",
         ),
         Variable(
+            "GRANIKV_LAUNCHER_LOCK", Path, None, "a path",
+            "set by the launcher for its server, which ends when nobody keeps that file locked",
+        ),
+        Variable(
             "GRANIKV_MODEL_DIR", _folder, None, "a folder that exists",
             "where the embedded model's file is; its cache and package are searched if not set",
         ),
