@@ -149,6 +149,8 @@ class ServerHandle:
                 return
             except (OSError, Unavailable):
                 time.sleep(0.05)
+        if self.stop_requested.is_set():
+            raise Unavailable("stopped while the server started")
         raise Unavailable(f"no answer of the server within {self.start_timeout_s} s{self._why()}")
 
     def _why(self) -> str:
@@ -345,6 +347,13 @@ def running_server(
             handle.stop()
 
 
+def _count(text: str) -> int:
+    """For argparse: an integer of at least 0."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 0, got {text!r}")
+    return int(text)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="granikv.serving.launcher", description=__doc__)
     parser.add_argument("--model", help="GGUF file or Hugging Face folder; the embedded model")
@@ -356,7 +365,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--engine-class", help="module:Class of the engine")
     parser.add_argument("--log", type=Path, help="file for the server's output")
-    parser.add_argument("--max-restarts", type=int, default=5)
+    parser.add_argument("--max-restarts", type=_count, default=5)
     parser.add_argument("--no-restart", action="store_true", help="exit 1 when a process dies")
     options = parser.parse_args(arguments)
     try:

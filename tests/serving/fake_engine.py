@@ -141,3 +141,15 @@ class FakeEngine:
 
     def close(self) -> None:
         self.requests.clear()
+
+
+class SlowEngine(FakeEngine):
+    """Is loading for longer than any test waits."""
+
+    def __init__(self, config: EngineConfig):
+        time.sleep(600)
+
+
+class BrokenEngine(FakeEngine):
+    def __init__(self, config: EngineConfig):
+        raise InvalidArgument("weights", "made up", "weights that can be loaded")
