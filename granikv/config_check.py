@@ -9,7 +9,7 @@ import torch
 
 from granikv.config import EngineConfig, ModelConfig
 from granikv.cost_model import CostModel
-from granikv.errors import InvalidArgument
+from granikv.errors import InvalidArgument, Unsupported
 from granikv.executor import resolve_device
 from granikv.executor.torch_executor import check_memory
 from granikv.gpu_cost_model import GpuCostModel
@@ -39,12 +39,29 @@ def check_engine(config: EngineConfig) -> tuple[EngineConfig, ModelConfig]:
     return config, model
 
 
-def check_model_files(config: EngineConfig) -> None:
-    """Tokenizer and the weights' headers. Raises ModelFileError or Unsupported."""
+def longest_request(config: EngineConfig, model: ModelConfig) -> int:
+    """Prompt and output together, tokens."""
+    return min(config.max_seq_len or model.max_position, _stored_tokens(config))
+
+
+def check_served_model(config: EngineConfig, model: ModelConfig, probe: str) -> None:
+    """The weights' headers, the tokenizer, and that a server can answer its own probe.
+
+    Raises ModelFileError, Unsupported or InvalidArgument.
+    """
     if config.random_weights:
-        return
+        raise Unsupported("random_weights: such a model has no tokenizer, so it cannot be served")
     check_weights(find_model(config.model))
-    load_tokenizer(config.model)
+    needed = len(load_tokenizer(config.model).encode(probe)) + 1
+    if needed > longest_request(config, model):
+        name = "capacity_tokens" if needed > _stored_tokens(config) else "max_seq_len"
+        lowest = f"enough for a prompt and output of {needed} tokens"
+        raise InvalidArgument(name, getattr(config, name), lowest)
+
+
+def _stored_tokens(config: EngineConfig) -> int:
+    """Of one request that has the arena for itself; the last slot is for padding."""
+    return (config.capacity_tokens - 1) // config.page_tokens * config.page_tokens - 1
 
 
 def _model_shape(config: EngineConfig) -> ModelConfig:

@@ -21,7 +21,7 @@ import torch
 
 from granikv import calibration, env
 from granikv.config import EngineConfig, ModelConfig
-from granikv.config_check import check_engine
+from granikv.config_check import check_engine, longest_request
 from granikv.cost_model import DEFAULT_PROFILE
 from granikv.errors import InvalidArgument, ModelFileError, Unavailable, Unsupported
 from granikv.executor import resolve_device
@@ -73,9 +73,7 @@ def kv_facts(config: EngineConfig, model: ModelConfig) -> dict[str, object]:
         "bytes per token": token_bytes,
         "capacity, tokens": usable,
         "arena, bytes": config.capacity_tokens * token_bytes,
-        "longest request, tokens": min(
-            config.max_seq_len or model.max_position, model.max_position, usable - 1
-        ),
+        "longest request, tokens": longest_request(config, model),
         f"requests of {TYPICAL_REQUEST_TOKENS} unshared tokens": usable // TYPICAL_REQUEST_TOKENS,
     }
 

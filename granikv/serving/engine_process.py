@@ -26,6 +26,7 @@ from granikv.core import FinishReason, RequestOutput
 from granikv.errors import InvalidArgument, Unavailable, Unsupported
 from granikv.sampling_params import SamplingParams
 from granikv.serving import wire
+from granikv.serving.run_dir import end_with_launcher
 from granikv.serving.settings import DEFAULT_ENGINE_CLASS, parse_engine_config
 
 STATS_PERIOD_S = 0.2
@@ -226,6 +227,7 @@ def main() -> int:
     parser.add_argument("--drain-s", type=float, default=5.0)
     arguments = parser.parse_args()
     die_with_parent(arguments.parent_pid)
+    end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pid_file = arguments.pid_file
     drained_file = pid_file.with_suffix(".drained") if pid_file else None

@@ -28,7 +28,7 @@ from granikv.env import read as read_variable
 from granikv.errors import GraniKVError, InvalidArgument, ModelFileError, Unavailable
 from granikv.metrics import PROBE_PREFIX
 from granikv.serving.run_dir import LINKS, RunDir, remove_shared_memory
-from granikv.serving.server_check import check_server
+from granikv.serving.server_check import PROBE, check_server
 from granikv.serving.settings import default_python, parse_assignments
 from granikv.serving.signals import sigterm_unwinds
 from granikv.serving.tritonserver import (
@@ -46,7 +46,6 @@ CLEAN_EXIT_S = 4.0  # an idle Triton 2.51 takes 2.1 to 2.8 s
 DRAIN_TIMEOUT_S = 30.0  # longer than the model's drain_s and a step
 ANSWER_S = 0.2  # for the stub to send what the engine's last batch gave
 MODEL = "granikv"
-PROBE = "ready?"
 
 
 def _signal_pid(pid: int | None, number: int) -> None:
@@ -106,7 +105,7 @@ class ServerHandle:
         environment = server_environment(self.env)
         if not self.num_starts:
             check_server(self.model_repository, environment, self.log_path)
-        check_ports(self.address, 5.0 if self.num_starts else 0.0)
+        check_ports(self.address)
         self.run_dir.clean()
         self.shm_prefix = f"granikv_{os.getpid()}_{uuid.uuid4().hex[:8]}_"
         self.run_dir.note(self.shm_prefix)

@@ -8,12 +8,13 @@ again by another process, and the thread that started the server may end before 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
+import itertools
 import json
 import os
+import shlex
 import shutil
-import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -95,8 +96,6 @@ def lock_file(path: Path) -> TextIO:
     file = path.open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(file.fileno()).st_nlink == 0:
-            raise BlockingIOError(errno.EAGAIN, "its last owner removed the lock")
     except OSError:
         file.close()
         raise
@@ -110,13 +109,12 @@ def remove_state(path: Path) -> None:
 
 
 def remove_folder(path: Path, is_temporary: bool) -> None:
-    """A folder that the user named stays, without our files."""
+    """A folder that the user named stays, with the lock: two files of one name would be two locks."""
     if is_temporary:
         shutil.rmtree(path, ignore_errors=True)
         return
     remove_state(path)
     shutil.rmtree(path / LINKS, ignore_errors=True)
-    (path / LOCK).unlink(missing_ok=True)
 
 
 def remove_shared_memory(prefix: str) -> None:
@@ -125,35 +123,70 @@ def remove_shared_memory(prefix: str) -> None:
         path.unlink(missing_ok=True)
 
 
-# --- in the stub
+# --- in the stub and in the engine process
 
 
 def end_with_launcher() -> None:
     """Ends server, stub and engine process when the launcher that started them is gone.
 
+    For the stub and for the engine process: each may be dead or stuck when the launcher dies.
     Without a launcher of ours (GRANIKV_LAUNCHER_LOCK not set) it does nothing.
     """
     lock = env.read("GRANIKV_LAUNCHER_LOCK")
     if lock is None:
         return
-    arguments = (lock, os.getppid())
-    threading.Thread(target=_wait_and_end, args=arguments, daemon=True).start()
+    pids = up_to_server()
+    try:
+        file = lock.open()
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:  # as it should be: the launcher has it
+        threading.Thread(target=_wait_and_end, args=(file, pids), daemon=True).start()
+    except OSError:  # removed
+        _end(pids, "")
+    else:
+        _wait_and_end(file, pids)
 
 
-def _wait_and_end(lock: Path, server_pid: int) -> None:
-    with contextlib.suppress(OSError, ValueError), lock.open() as file:
-        fcntl.flock(file, fcntl.LOCK_SH)  # held to the end: no new launcher takes the folder yet
-        _kill(server_pid)
+def up_to_server() -> list[int]:
+    """This process and its parents up to the server; this one alone when there is no server."""
+    pids = [os.getpid()]
+    while (parent := _name_and_parent(pids[-1])[1]) > 1:
+        pids.append(parent)
+        if _name_and_parent(parent)[0].startswith("tritonserver"):
+            return pids
+    return pids[:1]
+
+
+def _name_and_parent(pid: int) -> tuple[str, int]:
+    """("", 0) for a process that is gone."""
+    try:
+        before, after = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)
+    except OSError:
+        return "", 0
+    return before.partition("(")[2], int(after.split()[1])
+
+
+def _wait_and_end(file: TextIO, pids: list[int]) -> None:
+    """`pids` as from up_to_server. The lock is held to the end: the folder is not free before."""
+    fcntl.flock(file, fcntl.LOCK_SH)
+    remove = ""
+    with contextlib.suppress(ValueError, KeyError):
         note = json.load(file)
-        remove_shared_memory(note["shm_prefix"])
-        remove_folder(lock.parent, note["is_temporary"])
-    _kill(server_pid)
-    os._exit(1)  # the engine process dies with this one
+        folder = shlex.quote(str(Path(file.name).parent))
+        names = f"{' '.join(STATE_FILES)} e[0-9]*.in e[0-9]*.out"
+        files = f"cd {folder} && rm -rf {names} {LINKS}"
+        remove = f"rm -f /dev/shm/{shlex.quote(note['shm_prefix'])}*; "
+        remove += f"rm -rf {folder}" if note["is_temporary"] else files
+    _end(pids, remove, file.fileno())
 
 
-def _kill(server_pid: int) -> None:
-    if os.getppid() == server_pid:
-        os.kill(server_pid, signal.SIGKILL)
+def _end(pids: list[int], remove: str, *descriptors: int) -> None:
+    """By a shell: without its server the stub may hang with Python's lock held, and what is removed
+    must not come again."""
+    is_child = [_name_and_parent(pid)[1] == parent for pid, parent in itertools.pairwise(pids)]
+    targets = [pids[0], *itertools.compress(pids[1:], is_child)]  # else the number may be another's
+    script = f"kill -9 {' '.join(map(str, reversed(targets)))}; sleep 0.3; {remove}"
+    subprocess.Popen(["/bin/sh", "-c", script], pass_fds=descriptors, start_new_session=True).wait()
 
 
 @contextlib.contextmanager

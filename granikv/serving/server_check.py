@@ -16,6 +16,7 @@ from granikv.errors import InvalidArgument
 from granikv.outputs import check_output_file
 from granikv.serving.settings import DEFAULT_ENGINE_CLASS, default_python, read_settings
 
+PROBE = "ready?"  # the launcher's own request
 PARAMETER = re.compile(
     r'^\s*parameters\s*\{\s*key:\s*"(\w+)"\s*value:?\s*\{\s*string_value:\s*("(?:[^"\\]|\\.)*")',
     re.MULTILINE,
@@ -33,10 +34,10 @@ def check_server(
         check_output_file("log", log_path)
     if settings.engine_class != DEFAULT_ENGINE_CLASS or settings.python != default_python():
         return  # another engine, or packages that only another interpreter has
-    from granikv.config_check import check_engine, check_model_files
+    from granikv.config_check import check_engine, check_served_model
 
-    config, _ = check_engine(EngineConfig(**settings.engine_config))
-    check_model_files(config)
+    config, model = check_engine(EngineConfig(**settings.engine_config))
+    check_served_model(config, model, PROBE)
 
 
 def read_parameters(model_repository: Path) -> dict[str, str]:

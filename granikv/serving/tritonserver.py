@@ -22,6 +22,7 @@ from pathlib import Path
 from granikv.errors import InvalidArgument, NotFound
 
 ERROR_LINE = re.compile(r"^E\d{4} |\berror:|Error: ", re.IGNORECASE)
+PORTS_PATIENCE_S = 3.0
 MAX_REASON = 1000  # characters of a log in an error
 
 
@@ -66,13 +67,11 @@ class ServerAddress:
         return f"http://{self.host}:{self.metrics_port}/metrics"
 
 
-def check_ports(address: ServerAddress, patience_s: float) -> None:
-    """Raises InvalidArgument for a host that is none or a port that is taken.
-
-    patience_s: a server that was just stopped may hold its ports for a moment.
-    """
+def check_ports(address: ServerAddress) -> None:
+    """Raises InvalidArgument for a host that is none or a port that is taken, also a moment later:
+    a server that just ended, or whose launcher was killed, may still hold its ports."""
     for name, port in address.ports.items():
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + PORTS_PATIENCE_S
         while True:
             with socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

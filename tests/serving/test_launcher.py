@@ -62,7 +62,7 @@ def kill_and_expect_nothing_left(process: subprocess.Popen, run_dir: Path) -> No
     process.wait()
     assert wait_until(lambda: not processes_of(run_dir), 30), processes_of(run_dir)
     assert wait_until(lambda: not shm_files(prefix), 5)
-    assert list(run_dir.iterdir()) == []
+    assert wait_until(lambda: [path.name for path in run_dir.iterdir()] == [LOCK], 5)
 
 
 @pytest.fixture
@@ -127,6 +127,19 @@ def is_answered(url: str) -> bool:
         return False
 
 
+@needs_triton
+def test_the_next_launcher_starts_while_the_killed_ones_server_still_ends(tmp_path, run_dir):
+    ports = [f"--{name}-port={port}" for name, port in zip(PORTS, free_ports(3), strict=True)]
+    first = launcher(f"--log={tmp_path / 'first.log'}", *ports)
+    before = read_ready(first)
+    first.kill()
+    second = launcher(f"--log={tmp_path / 'second.log'}", *ports)
+    after = read_ready(second)
+    assert after["http"] == before["http"] and after["server"] != before["server"]
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(30) == 0
+
+
 # --- GRANIKV_RUN_DIR
 
 
@@ -137,7 +150,7 @@ def test_the_folder_that_the_user_names_is_used_and_kept(tmp_path, run_dir):
     with start_server(tmp_path / "server.log", supervised=False) as server:
         assert int((run_dir / "engine.pid").read_text()) == server.pids["engine"]
         assert int((run_dir / "stub.pid").read_text()) == server.pids["stub"]
-    assert [path.name for path in run_dir.iterdir()] == ["theirs"]
+    assert sorted(path.name for path in run_dir.iterdir()) == [LOCK, "theirs"]
 
 
 def test_a_temporary_folder_goes_with_its_launcher():
