@@ -26,6 +26,7 @@ from granikv.core import FinishReason, RequestOutput
 from granikv.errors import InvalidArgument, Unavailable, Unsupported
 from granikv.sampling_params import SamplingParams
 from granikv.serving import wire
+from granikv.serving.request_inputs import in_client_words
 from granikv.serving.run_dir import end_with_launcher
 from granikv.serving.settings import DEFAULT_ENGINE_CLASS, parse_engine_config
 
@@ -137,6 +138,9 @@ class EngineLoop:
                 if isinstance(command, wire.Add):
                     try:
                         self.add(command)
+                    except InvalidArgument as error:
+                        named = in_client_words(error, command.prompt)
+                        refused.append(wire.error_output(command.request_id, named))
                     except Exception as error:
                         refused.append(wire.error_output(command.request_id, error))
                 elif isinstance(command, wire.Abort):
