@@ -6,6 +6,7 @@ empty value counts as not set. Other modules call `read`, none looks up a GRANIK
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -109,7 +110,7 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> Any:
     variable = VARIABLES[name]
     text = (os.environ if environ is None else environ).get(name, "")
     if not text:
-        return variable.default
+        return copy.copy(variable.default)  # callers add to it
     try:
         return variable.parse(text)
     except ValueError as error:

@@ -23,7 +23,13 @@ from granikv import calibration, env
 from granikv.config import EngineConfig, ModelConfig
 from granikv.config_check import check_engine, longest_request
 from granikv.cost_model import DEFAULT_PROFILE
-from granikv.errors import InvalidArgument, ModelFileError, Unavailable, Unsupported
+from granikv.errors import (
+    InvalidArgument,
+    ModelFileError,
+    Unavailable,
+    Unsupported,
+    check_host_port,
+)
 from granikv.executor import resolve_device
 from granikv.models import find_model
 
@@ -129,11 +135,12 @@ def triton_server_version() -> str:
 def metrics_url(address: str) -> str:
     """The metrics page of `host:port`, or of a URL. Raises InvalidArgument."""
     text = address if "://" in address else f"http://{address}"
-    match = re.fullmatch(r"(https?://[^/\s:]+:(\d+))(/metrics)?/?", text)
-    if match is None or not 1 <= int(match[2]) <= 65535:
-        expected = "host:port of the metrics (8002 by default), port 1 to 65535"
-        raise InvalidArgument("--url", address, expected)
-    return f"{match[1]}/metrics"
+    where = "of the metrics (8002 by default)"
+    match = re.fullmatch(r"(https?://)([^/]*)(/metrics)?/?", text)
+    if match is None:
+        raise InvalidArgument("--url", address, f"host:port {where}")
+    check_host_port("--url", match[2], where)
+    return f"{match[1]}{match[2]}/metrics"
 
 
 def read_series(address: str, timeout_s: float = 10.0) -> dict[str, float]:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from granikv.bench.host import NullExecutor
+from granikv.config import EngineConfig, ModelConfig
+from granikv.engine import Engine
 from granikv.errors import InvalidArgument, Unsupported
-from granikv.serving.request_inputs import in_client_words, read_row
+from granikv.sampling_params import SamplingParams
+from granikv.serving.request_inputs import INPUT_NAMES, in_client_words, read_row
 
 
 def row(**values):
@@ -28,6 +32,22 @@ def row(**values):
 def test_a_refusal_of_the_engine_names_the_input(field, prompt, name):
     error = in_client_words(InvalidArgument(field, 7, "at most 3"), prompt)
     assert str(error) == f"{name}: expected at most 3, got 7"
+
+
+def test_the_engine_refuses_with_the_fields_that_are_translated():
+    model = ModelConfig("llama", 2, 64, 64, 4, 2, 16, 32000, 4096)
+    config = EngineConfig(capacity_tokens=512, max_seq_len=64, profile="default")
+    engine = Engine(config, executor=NullExecutor(model))
+    for name, prompt, params in (
+        ("prompt", [1] * 64, SamplingParams(max_tokens=1)),
+        ("prompt token id", [32000], SamplingParams(max_tokens=1)),
+        ("stop_token_ids", [1], SamplingParams(max_tokens=1, stop_token_ids=(32000,))),
+        ("bad_words_ids", [1], SamplingParams(max_tokens=1, bad_words_ids=((32000,),))),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            engine.add_request("r", prompt, params)
+        assert caught.value.name == name and name in INPUT_NAMES
+    engine.close()
 
 
 def test_end_id():
