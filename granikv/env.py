@@ -80,7 +80,7 @@ VARIABLES: dict[str, Variable] = {
         ),
         Variable(
             "GRANIKV_RUN_DIR", Path, None, "a path",
-            "folder of sockets and pid files, made if missing; a new temporary one if not set",
+            "folder of sockets and pid files of one server, made if missing; a temporary one if not set",
         ),
         Variable(
             "GRANIKV_LAUNCHER_LOCK", Path, None, "a path",

@@ -15,6 +15,8 @@ import pytest
 from granikv.errors import InvalidArgument, Unavailable
 from granikv.serving.launcher import free_ports, main
 from granikv.serving.run_dir import LOCK, RunDir
+from granikv.serving.server_check import read_parameters
+from granikv.serving.settings import read_settings
 from granikv.serving.tritonserver import (
     ServerAddress,
     find_model_repository,
@@ -23,6 +25,7 @@ from granikv.serving.tritonserver import (
     server_command,
     server_environment,
 )
+from tests.helpers import make_tiny_hf
 from tests.serving.conftest import FAKE_ENV, start_server
 from tests.serving.http_text import post, wait_until
 from tests.serving.test_shutdown import launcher, read_ready, shm_files
@@ -197,12 +200,39 @@ def test_an_engine_that_cannot_start_is_quoted(tmp_path, monkeypatch):
 
 
 @needs_triton
+def test_a_server_that_refuses_the_probe_is_not_asked_for_ever(tmp_path):
+    with pytest.raises(InvalidArgument, match="probe: .*text_input"):
+        start_server(tmp_path / "log", engine_config={"max_seq_len": 1}).__enter__()
+
+
+@needs_triton
 def test_a_model_that_triton_cannot_load_is_quoted_from_the_log(tmp_path):
     model = tmp_path / "models" / "granikv"
     shutil.copytree(find_model_repository() / "granikv", model)
     (model / "1" / "model.py").write_text("raise RuntimeError('a broken model file')\n")
     with pytest.raises(Unavailable, match="while starting: .*a broken model file"):
         start_server(tmp_path / "log", model_repository=tmp_path / "models").__enter__()
+
+
+def test_a_model_without_weights_or_tokenizer_is_refused_before_a_server_starts(
+    tmp_path, monkeypatch, capsys
+):
+    model = make_tiny_hf(tmp_path / "model")
+    assert not list(model.glob("tokenizer*"))
+    expect_refusal(monkeypatch, capsys, [f"--model={model}"], "tokenizer", str(model))
+    (model / "model.safetensors").unlink()
+    expect_refusal(monkeypatch, capsys, [f"--model={model}"], "*.safetensors", str(model))
+    random = [f"--model={model}", "--set=random_weights=true"]
+    expect_refusal(monkeypatch, capsys, random, "random_weights", code=1)
+
+
+def test_parameters_of_the_model_repository():
+    parameters = read_parameters(find_model_repository())
+    assert parameters["engine_config"] == "{}" and parameters["start_timeout_s"] == "900"
+    for name in ("step_limit_s", "drain_s"):
+        for value in ("nan", "-1", "soon"):
+            with pytest.raises(InvalidArgument, match=f"{name}: .*'{value}'"):
+                read_settings(parameters | {name: value}, {"GRANIKV_RUN_DIR": "x"})
 
 
 def test_last_errors_are_those_of_this_server(tmp_path):
@@ -255,8 +285,8 @@ def test_bad_options_are_refused_before_a_server_starts(monkeypatch, capsys, arg
     expect_refusal(monkeypatch, capsys, arguments, *words)
 
 
-def expect_refusal(monkeypatch, capsys, arguments: list[str], *words: str) -> None:
-    """Exit code 2, one line that holds the words, and no server."""
+def expect_refusal(monkeypatch, capsys, arguments: list[str], *words: str, code: int = 2) -> None:
+    """That exit code, one line that holds the words, and no server."""
 
     def popen(command, *_, **__):
         raise AssertionError(f"started {command}")
@@ -264,10 +294,10 @@ def expect_refusal(monkeypatch, capsys, arguments: list[str], *words: str) -> No
     monkeypatch.setattr("granikv.serving.launcher.subprocess.Popen", popen)
     ports = [f"--{name}-port={port}" for name, port in zip(PORTS, free_ports(3), strict=True)]
     try:
-        code = main(ports + arguments)
-    except SystemExit as ended:  # argparse
-        code = ended.code
+        ended = main(ports + arguments)
+    except SystemExit as stopped:  # argparse
+        ended = stopped.code
     text = capsys.readouterr().err
-    assert code == 2, text
+    assert ended == code, text
     for word in words:
         assert word in text.splitlines()[-1]
