@@ -74,6 +74,8 @@ def test_version():
         ("bench serve --set prefix_layout=uniform", 2, "both layouts are measured"),
         ("bench decode --set prefix_layout=uniform", 2, "both layouts are measured"),
         ("bench decode --batch 1 --set dtype=int3", 2, "dtype"),
+        ("bench decode --batch 1 --prefix-len 9000", 2, "at most 8192 tokens"),
+        ("bench decode --batch 1 --set capacity_tokens=100", 2, "at most 95 tokens"),
         ("bench host --num-groups 9 --num-requests 8", 2, "num_groups"),
         (f"bench cache --trace {TRACE} --capacity-tokens 64", 2, "capacity_tokens"),
         ("inspect --url 127.0.0.1:99999", 2, "port 1 to 65535"),
