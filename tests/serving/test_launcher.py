@@ -86,6 +86,17 @@ def test_a_killed_launcher_takes_server_stub_and_engine_along(tmp_path, run_dir)
 
 
 @needs_triton
+@pytest.mark.parametrize("other", ["server", "engine"])
+def test_the_rest_ends_when_another_process_is_killed_with_the_launcher(tmp_path, run_dir, other):
+    """One of the two that wait for the launcher is dead, or stuck without its server."""
+    process = launcher(f"--log={tmp_path / 'server.log'}")
+    ready = read_ready(process)
+    process.send_signal(signal.SIGSTOP)  # it does not see the other's death first
+    os.kill(int(ready[other]), signal.SIGKILL)
+    kill_and_expect_nothing_left(process, run_dir)
+
+
+@needs_triton
 def test_a_killed_launcher_takes_a_restarted_server_along(tmp_path, run_dir):
     process = launcher(f"--log={tmp_path / 'server.log'}")
     os.kill(int(read_ready(process)["engine"]), signal.SIGKILL)
