@@ -11,10 +11,10 @@ import torch
 
 from granikv.cache.manager import CacheManager
 from granikv.config import EngineConfig
+from granikv.config_check import check_engine
 from granikv.cost_model import CostModel
 from granikv.dispatcher import Dispatcher
-from granikv.errors import InvalidArgument
-from granikv.executor import make_executor, resolve_device
+from granikv.executor import make_executor
 from granikv.gpu_cost_model import GpuCostModel
 from granikv.models import Decoder, load_model
 from granikv.models.random_weights import load_random
@@ -27,9 +27,9 @@ def build_executor(
 ) -> tuple[EngineConfig, Any, Tokenizer | None]:
     """The config with its device decided, the executor of its model, and the tokenizer.
 
-    Raises what loading a model raises, and InvalidArgument for a dtype that is none.
+    Raises what check_engine and loading a model raise.
     """
-    config = resolve_device(config)
+    config, _ = check_engine(config)
     decoder, tokenizer = _load(config, tokenizer)
     eos = set(decoder.config.eos_token_ids)
     eos |= set(tokenizer.eos_token_ids if tokenizer is not None else ())
@@ -41,14 +41,11 @@ def build_executor(
 
 def _load(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Decoder, Tokenizer | None]:
     """The model of a resolved config, and its tokenizer; random weights need none."""
-    dtype = getattr(torch, config.dtype, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise InvalidArgument("dtype", config.dtype, "a float dtype of torch, like 'bfloat16'")
+    dtype = getattr(torch, config.dtype)
     if not config.random_weights:
         decoder = load_model(config.model, dtype, config.device)
         return decoder, tokenizer or load_tokenizer(config.model)
-    if config.model is None:
-        raise InvalidArgument("model", None, "a folder with config.json, with random_weights")
+    assert config.model is not None  # check_engine
     return load_random(config.model, dtype, config.device), tokenizer
 
 
