@@ -5,7 +5,6 @@ The only place that knows which executor goes with which cost model.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import torch
 
 from granikv.cache.manager import CacheManager
 from granikv.config import EngineConfig, ModelConfig
+from granikv.config_check import check_engine
 from granikv.cost_model import CostModel
 from granikv.dispatcher import Dispatcher
-from granikv.errors import InvalidArgument
-from granikv.executor import make_executor, resolve_device
+from granikv.executor import make_executor
 from granikv.gpu_cost_model import GpuCostModel
 from granikv.models import Decoder, load_model
 from granikv.models.random_weights import load_random
@@ -29,11 +28,11 @@ def build_executor(
 ) -> tuple[EngineConfig, Any, Tokenizer | None]:
     """The config with its device decided, the executor of its model, and the tokenizer.
 
-    Raises what loading a model raises, and InvalidArgument for a dtype that is none.
+    Raises what check_engine and loading a model raise.
     """
+    config, _ = check_engine(config)
     if config.executor == "tensorrt":
         return _build_tensorrt(config, tokenizer)
-    config = resolve_device(config)
     decoder, tokenizer = _load(config, tokenizer)
     sampler = _make_sampler(config, decoder.config, tokenizer)
     return config, make_executor(config, decoder, sampler), tokenizer
@@ -53,9 +52,6 @@ def _build_tensorrt(
     from granikv.executor.ranks import start_tensorrt
 
     manifest = load_manifest(Path(str(config.engine_dir)))
-    if config.dtype == "auto":
-        config = dataclasses.replace(config, dtype=manifest.dtype)
-    config = resolve_device(config)
     tokenizer = tokenizer or load_tokenizer(config.model)
     sampler = _make_sampler(config, manifest.model, tokenizer)
     return config, start_tensorrt(config, manifest, sampler), tokenizer
@@ -63,14 +59,11 @@ def _build_tensorrt(
 
 def _load(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Decoder, Tokenizer | None]:
     """The model of a resolved config, and its tokenizer; random weights need none."""
-    dtype = getattr(torch, config.dtype, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise InvalidArgument("dtype", config.dtype, "a float dtype of torch, like 'bfloat16'")
+    dtype = getattr(torch, config.dtype)
     if not config.random_weights:
         decoder = load_model(config.model, dtype, config.device)
         return decoder, tokenizer or load_tokenizer(config.model)
-    if config.model is None:
-        raise InvalidArgument("model", None, "a folder with config.json, with random_weights")
+    assert config.model is not None  # check_engine
     return load_random(config.model, dtype, config.device), tokenizer
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from granikv.attention import native
 from granikv.attention.cpu import CpuAttention, merge_parts
 from granikv.attention.plan_parts import Bucket, make_view
 from granikv.config import ModelConfig
@@ -34,6 +35,7 @@ VERSION = 1
 ROWS = [1, 4, 16, 64]
 HOT_TOKENS = [64, 256, 1024, 4096]
 COLD_TOKENS = [16, 64, 256]  # longer COLD runs are mostly read in place
+NUM_STARTS = 16  # places in the arena that the calls of one reading take in turns
 ARENA_BYTES = 96 * 2**20  # measured spans rotate through it: KV comes from memory, as in a model
 NUM_READINGS = 4 * len(ROWS) + 2 * len(ROWS) * len(HOT_TOKENS) + 2  # of the quick profile, for bars
 
@@ -215,21 +217,20 @@ def measure_cpu_profile(
     def hot(variant: HotVariant) -> Callable[[int, int], Call]:
         def make_call(rows: int, tokens: int) -> Call:
             q, index, seen = queries(rows), np.arange(rows), np.array([tokens])
-
-            def call() -> None:
-                view = make_view(index, next(starts), seen, variant, heads, group)
-                attention.view_state(view, q, k, v)
-
-            return call
+            views = [
+                make_view(index, start, seen, variant, heads, group)
+                for start in itertools.islice(starts, NUM_STARTS)
+            ]
+            calls = itertools.cycle([attention.alone(view, q, k, v) for view in views])
+            return lambda: next(calls)()
 
         return make_call
 
     def cold(rows: int, tokens: int) -> Call:
         q, count = queries(rows), rows * tokens
-        attention.reserve_gather(count)
         index = torch.randint(0, capacity, (count,), generator=generator, dtype=torch.int32)
         bucket = Bucket(slice(0, rows), index, rows, tokens, torch.zeros(rows, 1, 1, tokens))
-        return lambda: attention.bucket_state(bucket, q, k, v)
+        return attention.alone(bucket, q, k, v)
 
     def merge(rows: int) -> Call:
         o, lse = queries(rows), torch.zeros(rows, model_config.num_qo_heads)
@@ -257,6 +258,7 @@ def measure_cpu_profile(
             "device": cpu_name(),
             "num_threads": torch.get_num_threads(),
             "torch": torch.__version__,
+            "native": native.library() is not None,
             "heads": [model_config.num_qo_heads, heads, dim],
             "read_gb_per_s": flat.numel() * 4 / read_us / 1e3,
             "gflops": 2 * 512**3 / square_us / 1e3,
@@ -283,11 +285,12 @@ def cpu_name() -> str:
 
 
 def profile_path(model_config: ModelConfig, num_threads: int = 0) -> Path:
-    """Where the profile of this machine, number of threads (0: torch's), torch and head geometry
-    is kept; it need not exist."""
+    """Where the profile of this machine, number of threads (0: torch's), torch, kernel and head
+    geometry is kept; it need not exist."""
     m, threads = model_config, num_threads or torch.get_num_threads()
-    key = [VERSION, cpu_name(), threads, torch.__version__, m.num_qo_heads, m.num_kv_heads]
-    digest = hashlib.sha256(json.dumps([*key, m.head_dim]).encode()).hexdigest()[:16]
+    key = [VERSION, cpu_name(), threads, torch.__version__, native.library() is not None]
+    key += [m.num_qo_heads, m.num_kv_heads, m.head_dim]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     return Path.home() / ".cache" / "granikv" / f"cpu-{digest}.json"
 
 

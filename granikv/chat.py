@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from granikv.errors import Unavailable
+from granikv.errors import Unavailable, check_host_port
 from granikv.text import Tokenizer, load_tokenizer
 
 Answer = Callable[[str, int, Callable[[str], None]], str]  # prompt, max_tokens, on_piece -> text
@@ -130,8 +130,10 @@ def run_chat(
 ) -> None:
     """url: a server's gRPC address; None: the default one if it is there, else this process.
 
-    Raises Unavailable, ModelFileError or Unsupported (a model without chat template).
+    Raises InvalidArgument, Unavailable, ModelFileError or Unsupported (a model without template).
     """
+    if url is not None:
+        check_host_port("--url", url, "of a server's gRPC (8001 by default)")
     is_typed = sys.stdin.isatty()
     lines: Iterable[str] = typed_lines() if is_typed else sys.stdin
     tokenizer = load_tokenizer(model)

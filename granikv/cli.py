@@ -68,11 +68,8 @@ def serve(
     A line that starts with READY is printed when a first inference was answered.
     """
     with clear_errors():
-        from granikv.models import find_model
         from granikv.serving import launcher
-        from granikv.serving.settings import parse_assignments
 
-        find_model(parse_assignments(settings or []).get("model", model))
         arguments = ["--host", host, "--http-port", str(http_port), "--grpc-port", str(grpc_port)]
         arguments += ["--metrics-port", str(metrics_port)]
         if model:

@@ -16,8 +16,25 @@ bench = typer.Typer(
     help="Benchmarks; --json FILE keeps the result.",
     pretty_exceptions_enable=False,
 )
+
+
+def _writable(path: Path | None) -> Path | None:
+    from granikv.outputs import check_output_file
+
+    with clear_errors():
+        if path is not None:
+            check_output_file("--json", path)
+    return path
+
+
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the result file here.")
+    Path | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        callback=_writable,
+        help="Write the result file here, in a folder that exists.",
+    ),
 ]
 
 
@@ -30,6 +47,18 @@ def _in_this_build(name: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise Unsupported(f"bench {name}: not in this build ({error})") from None
+
+
+def _both_layouts(settings: list[str] | None) -> dict:
+    """Fields of --set for a benchmark that chooses the layouts itself."""
+    from granikv.errors import InvalidArgument
+    from granikv.serving.settings import parse_assignments
+
+    fields = parse_assignments(settings or [])
+    if "prefix_layout" in fields:
+        got = fields["prefix_layout"]
+        raise InvalidArgument("--set prefix_layout", got, "no value: both layouts are measured")
+    return fields
 
 
 def _finish(cases: list, title: str, json_file: Path | None) -> None:
@@ -54,13 +83,14 @@ def bench_cache(
 ) -> None:
     """Replay request traces: token hit rate against LRU pages. No model."""
     with clear_errors():
-        from granikv.bench.cache import ReplayConfig, run_cache_bench
+        from granikv.bench.cache import ReplayConfig, check_capacity, run_cache_bench
         from granikv.bench.workloads import load_trace
 
         config = ReplayConfig(capacity_tokens=capacity_tokens, max_running=max_running)
-        cases = []
-        for path in trace:
-            cases += run_cache_bench(load_trace(path, max_requests=max_requests), config)
+        traces = [load_trace(path, max_requests=max_requests) for path in trace]
+        for loaded in traces:
+            check_capacity(loaded, config)
+        cases = [case for loaded in traces for case in run_cache_bench(loaded, config)]
         _finish(cases, "Cache", json_file)
 
 
@@ -95,12 +125,11 @@ def bench_decode(
         )
         from granikv.bench.report import show_progress
         from granikv.bench.shapes import find_shape
-        from granikv.serving.settings import parse_assignments
 
         workloads = gpu_workloads() if random_weights else standard_workloads()
         if batch:
             workloads = [shared(size, prefix_len, suffix_len) for size in batch]
-        extra: dict = parse_assignments(settings or [])
+        extra = _both_layouts(settings)
         if random_weights:
             model, transformers = str(find_shape(random_weights)), False
             extra["random_weights"] = True
@@ -142,19 +171,14 @@ def bench_attention(
 
         from granikv.bench.harness import result_record, write_json
         from granikv.bench.report import print_cases
-        from granikv.errors import InvalidArgument, Unavailable
+        from granikv.errors import Unavailable
 
         if not torch.cuda.is_available():
             raise Unavailable("bench attention: no CUDA device here, and it measures GPU kernels")
         with _in_this_build("attention"):
-            from granikv.bench.attention import run_attention_bench, standard_cases
+            from granikv.bench.attention import choose_cases, run_attention_bench
 
-        chosen = standard_cases()
-        names = [c.name for c in chosen]
-        for name in case or ():
-            if name not in names:
-                raise InvalidArgument("--case", name, f"one of {names}")
-        chosen = [c for c in chosen if not case or c.name in case]
+        chosen = choose_cases(case or ())
         entries, probe = run_attention_bench(
             chosen, baselines, lambda text: print(text, flush=True)
         )
@@ -211,7 +235,6 @@ def bench_serve(
         from granikv.bench.serve_workload import AgentsWorkload, TraceWorkload
         from granikv.bench.workloads import load_trace
         from granikv.serving.perf_analyzer import Load
-        from granikv.serving.settings import parse_assignments
 
         workload: AgentsWorkload | TraceWorkload
         if trace is None:
@@ -228,7 +251,7 @@ def bench_serve(
             workload,
             loads,
             model=model,
-            engine_config=parse_assignments(settings or []),
+            engine_config=_both_layouts(settings),
             repeats=repeats,
             trace_speed=trace_speed,
         )

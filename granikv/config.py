@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,19 @@ UNIFORM_PAGE_TOKENS = 16  # the usual page of paged engines
 DEVICES = ("auto", "cpu", "cuda")
 EXECUTORS = ("torch", "tensorrt")
 MAX_THREADS = 1024
+INT32_MAX = 2**31 - 1  # slots and lengths are int32 in every plan
+LIMITS = {  # lowest and highest
+    "capacity_tokens": (2, INT32_MAX),
+    "max_requests": (1, 65536),
+    "max_seq_len": (0, INT32_MAX),
+    "max_num_batched_tokens": (1, 2**20),
+    "max_queued_requests": (1, INT32_MAX),
+    "min_extent_tokens": (1, INT32_MAX),
+    "max_move_tokens": (0, INT32_MAX),
+    "num_threads": (0, MAX_THREADS),  # torch itself crashes on absurd numbers
+    "async_depth": (0, 1),
+    "tp": (1, 1024),
+}
 
 
 @dataclass(frozen=True)
@@ -81,33 +95,12 @@ class EngineConfig:
     debug_checks: bool = False  # conservation and finite-logit checks every step
 
     def __post_init__(self) -> None:
-        for name, lowest in (
-            ("capacity_tokens", 2),
-            ("max_requests", 1),
-            ("max_num_batched_tokens", 1),
-            ("max_queued_requests", 1),
-            ("tp", 1),
-            ("min_extent_tokens", 1),
-            ("max_move_tokens", 0),
-        ):
-            if getattr(self, name) < lowest:
-                raise InvalidArgument(name, getattr(self, name), f"at least {lowest}")
-        if not 0 <= self.num_threads <= MAX_THREADS:  # torch itself crashes on absurd numbers
-            raise InvalidArgument("num_threads", self.num_threads, f"0 to {MAX_THREADS}")
-        if self.executor not in EXECUTORS:
-            raise InvalidArgument("executor", self.executor, f"one of {EXECUTORS}")
-        if self.executor == "tensorrt":
-            for name in ("engine_dir", "plugin"):
-                if getattr(self, name) is None:
-                    raise InvalidArgument(name, None, "a path, with executor='tensorrt'")
-        else:
-            for name, unset in (("engine_dir", None), ("plugin", None), ("tp", 1)):
-                if getattr(self, name) != unset:
-                    raise InvalidArgument(
-                        name, getattr(self, name), f"{unset}, or executor='tensorrt'"
-                    )
-        if self.async_depth not in (0, 1):
-            raise InvalidArgument("async_depth", self.async_depth, "0 or 1")
+        for name, (lowest, highest) in LIMITS.items():
+            if not lowest <= getattr(self, name) <= highest:
+                raise InvalidArgument(name, getattr(self, name), f"{lowest} to {highest}")
+        if not 0 <= self.recency_window_s < math.inf:
+            raise InvalidArgument("recency_window_s", self.recency_window_s, "0 or more seconds")
+        self._check_executor()
         if self.prefix_layout not in ("asymmetric", "uniform"):
             raise InvalidArgument("prefix_layout", self.prefix_layout, "'asymmetric' or 'uniform'")
         if self.capacity_tokens <= self.page_tokens:
@@ -116,6 +109,19 @@ class EngineConfig:
                 self.capacity_tokens,
                 f"at least {self.page_tokens + 1}: one page and the padding slot",
             )
+
+    def _check_executor(self) -> None:
+        if self.executor not in EXECUTORS:
+            raise InvalidArgument("executor", self.executor, f"one of {EXECUTORS}")
+        if self.executor == "tensorrt":
+            for name in ("engine_dir", "plugin"):
+                if getattr(self, name) is None:
+                    raise InvalidArgument(name, None, "a path, with executor='tensorrt'")
+            return
+        for name, unset in (("engine_dir", None), ("plugin", None), ("tp", 1)):
+            if getattr(self, name) != unset:
+                expected = f"{unset}, or executor='tensorrt'"
+                raise InvalidArgument(name, getattr(self, name), expected)
 
     @property
     def page_tokens(self) -> int:

@@ -25,6 +25,16 @@ log = logging.getLogger(__name__)
 DEFAULT_PROFILE = Path(__file__).parent / "profiles" / "cpu_default.json"
 FLAT_BASE_TOKENS = 64  # a row's own suffix, to which a short flat prefix is added
 
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, ZeroDivisionError)  # of a profile
+
+
+def read_profile(path: Path) -> dict:
+    """Raises OSError or ValueError."""
+    profile = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(profile, dict):
+        raise ValueError("not a JSON object")
+    return profile
+
 
 class CostModel:
     """Times in us per layer from `profile`, a dictionary as measure_cpu_profile returns it."""
@@ -41,6 +51,11 @@ class CostModel:
             for v in ("cascade", "gemm")
         }
         self._cold = Grid(profile["rows"], profile["cold_tokens"], profile["cold_us"])
+        for name in ("gflops", "read_gb_per_s"):
+            if not profile[name] > 0:
+                raise InvalidArgument(f"profile: {name}", profile[name], "above 0")
+        if len(profile["merge_us"]) != len(profile["rows"]):
+            raise InvalidArgument("profile: merge_us", profile["merge_us"], "a time for each row")
 
     @classmethod
     def load(
@@ -54,8 +69,8 @@ class CostModel:
             return cls(_cached_profile(model_config, num_threads), model_config)
         path = DEFAULT_PROFILE if profile == "default" else Path(profile)
         try:
-            return cls(json.loads(path.read_text()), model_config)
-        except (OSError, ValueError, KeyError) as error:
+            return cls(read_profile(path), model_config)
+        except UNREADABLE as error:
             raise InvalidArgument("profile", profile, f"a readable profile ({error})") from error
 
     def hot_us(self, variant: str, num_rows: int, kv_len: int) -> float:
@@ -106,6 +121,8 @@ class Grid:
         self.values = np.asarray(values, float)
         if self.values.shape != (len(x), len(y)) or min(self.values.shape) < 2:
             raise ValueError(f"table: expected {(len(x), len(y))}, got {self.values.shape}")
+        if not np.isfinite(self.values).all():
+            raise ValueError("table: expected finite times")
 
     def __call__(self, x: float, y: float) -> float:
         i, wx = self._cell(self.x, x)
@@ -125,12 +142,12 @@ def _cached_profile(model_config: ModelConfig, num_threads: int) -> dict:
     """The profile of this machine and head geometry, measured when no cached one is readable."""
     path = calibration.profile_path(model_config, num_threads)
     try:
-        profile = json.loads(path.read_text())
+        profile = read_profile(path)
         CostModel(profile, model_config)
         return profile
     except FileNotFoundError:
         log.info("measuring the CPU profile, cached in %s", path)
-    except (OSError, ValueError, KeyError) as error:
+    except UNREADABLE as error:
         log.warning("profile %s is unreadable and is measured again: %s", path, error)
     with calibration.torch_threads(num_threads):
         profile = calibration.measure_cpu_profile(model_config)

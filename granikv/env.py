@@ -6,6 +6,7 @@ empty value counts as not set. Other modules call `read`, none looks up a GRANIK
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -79,7 +80,11 @@ VARIABLES: dict[str, Variable] = {
         ),
         Variable(
             "GRANIKV_RUN_DIR", Path, None, "a path",
-            "folder of sockets and pid files, made if missing; a new temporary one if not set",
+            "folder of sockets and pid files of one server, made if missing; a temporary one if not set",
+        ),
+        Variable(
+            "GRANIKV_LAUNCHER_LOCK", Path, None, "a path",
+            "set by the launcher for its server, which ends when nobody keeps that file locked",
         ),
         Variable(
             "GRANIKV_MODEL_DIR", _folder, None, "a folder that exists",
@@ -88,6 +93,10 @@ VARIABLES: dict[str, Variable] = {
         Variable(
             "GRANIKV_LOG_PLAN", _flag, False, "0 or 1",
             "1: every step's attention choices and their reasons on stderr of the engine",
+        ),
+        Variable(
+            "GRANIKV_NATIVE", _flag, True, "0 or 1",
+            "0: torch alone attends on the CPU, the compiled kernel is neither built nor used",
         ),
     )
 }  # fmt: skip
@@ -101,7 +110,7 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> Any:
     variable = VARIABLES[name]
     text = (os.environ if environ is None else environ).get(name, "")
     if not text:
-        return variable.default
+        return copy.copy(variable.default)  # callers add to it
     try:
         return variable.parse(text)
     except ValueError as error:

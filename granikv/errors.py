@@ -63,3 +63,11 @@ class ArenaExhausted(GraniKVError):
     """No free token slots, even after eviction. The scheduler preempts on it."""
 
     code = "UNAVAILABLE"
+
+
+def check_host_port(name: str, text: str, where: str) -> None:
+    """Raises InvalidArgument unless `text` is host:port."""
+    host, _, port = text.rpartition(":")
+    is_port = port.isascii() and port.isdigit() and 1 <= int(port) <= 65535
+    if not is_port or not host or any(c in "/: \t\n" for c in host):
+        raise InvalidArgument(name, text, f"host:port {where}, port 1 to 65535")

@@ -8,10 +8,10 @@ Same questions as granikv.cost_model.CostModel; it knows nothing of plans or req
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from granikv.config import ModelConfig
+from granikv.cost_model import UNREADABLE, read_profile
 from granikv.errors import InvalidArgument
 
 PROFILES = Path(__file__).parent / "profiles"
@@ -22,7 +22,7 @@ class GpuCostModel:
     """profile: a dictionary with the fields of FIELDS; element_bytes: of the KV cache."""
 
     def __init__(self, profile: dict, model_config: ModelConfig, element_bytes: int):
-        missing = [name for name in FIELDS if not profile.get(name)]
+        missing = [name for name in FIELDS if not profile.get(name, 0) > 0]
         if missing:
             raise InvalidArgument("profile", sorted(profile), f"with {', '.join(missing)}")
         self.profile, self.model, self.element_bytes = profile, model_config, element_bytes
@@ -31,15 +31,18 @@ class GpuCostModel:
     def load(
         cls, profile: str | None, model_config: ModelConfig, element_bytes: int, gpu_name: str
     ) -> GpuCostModel:
-        """profile: path of a JSON file, or None: the packaged one of this GPU, else the default."""
-        if profile is None:
+        """profile: path of a JSON file, "default": the packaged one that fits any GPU, or None: the
+        packaged one of this GPU, else the default. Raises InvalidArgument."""
+        if profile == "default":
+            path = PROFILES / "gpu_default.json"
+        elif profile is None:
             named = PROFILES / f"{gpu_name.lower().replace(' ', '_')}.json"
             path = named if named.is_file() else PROFILES / "gpu_default.json"
         else:
             path = Path(profile)
         try:
-            return cls(json.loads(path.read_text()), model_config, element_bytes)
-        except (OSError, ValueError) as error:
+            return cls(read_profile(path), model_config, element_bytes)
+        except UNREADABLE as error:
             raise InvalidArgument("profile", str(path), f"a readable profile ({error})") from error
 
     def _read_us(self, num_tokens: float) -> float:

@@ -21,10 +21,17 @@ import torch
 
 from granikv import calibration, env
 from granikv.config import EngineConfig, ModelConfig
+from granikv.config_check import check_engine, longest_request
 from granikv.cost_model import DEFAULT_PROFILE
-from granikv.errors import InvalidArgument, ModelFileError, Unavailable, Unsupported
+from granikv.errors import (
+    InvalidArgument,
+    ModelFileError,
+    Unavailable,
+    Unsupported,
+    check_host_port,
+)
 from granikv.executor import resolve_device
-from granikv.models import find_model, load_config
+from granikv.models import find_model
 
 TYPICAL_REQUEST_TOKENS = 2048
 WHEEL_SERVERS = {"0.7.0": "2.51.0"}  # nvidia-pytriton -> the Triton server inside
@@ -42,11 +49,11 @@ def package_version(name: str = "granikv") -> str:
 def describe(config: EngineConfig) -> dict[str, dict[str, object]]:
     """All sections of `granikv inspect`; of a model that cannot be read, the `error`.
 
-    Raises InvalidArgument for an unreadable environment variable."""
+    Raises InvalidArgument for an unreadable environment variable or a wrong setting."""
     sections: dict[str, dict[str, object]] = {}
     try:
         path = find_model(config.model)
-        model = load_config(path)
+        _, model = check_engine(config)
         shape = {f.name: getattr(model, f.name) for f in dataclasses.fields(ModelConfig)}
         sections["model"] = {"path": str(path), "embedded": config.model is None, **shape}
         sections["KV cache"] = kv_facts(config, model)
@@ -62,9 +69,7 @@ def describe(config: EngineConfig) -> dict[str, dict[str, object]]:
 
 def kv_facts(config: EngineConfig, model: ModelConfig) -> dict[str, object]:
     config = resolve_device(config)
-    dtype = getattr(torch, config.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise InvalidArgument("dtype", config.dtype, "a dtype of torch, like 'float32'")
+    dtype: torch.dtype = getattr(torch, config.dtype)
     token_bytes = model.kv_bytes_per_token(dtype.itemsize)
     usable = config.capacity_tokens - 1  # the last slot is for padding
     return {
@@ -74,9 +79,7 @@ def kv_facts(config: EngineConfig, model: ModelConfig) -> dict[str, object]:
         "bytes per token": token_bytes,
         "capacity, tokens": usable,
         "arena, bytes": config.capacity_tokens * token_bytes,
-        "longest request, tokens": min(
-            config.max_seq_len or model.max_position, model.max_position, usable - 1
-        ),
+        "longest request, tokens": longest_request(config, model),
         f"requests of {TYPICAL_REQUEST_TOKENS} unshared tokens": usable // TYPICAL_REQUEST_TOKENS,
     }
 
@@ -105,7 +108,7 @@ def profile_facts(config: EngineConfig, model: ModelConfig) -> dict[str, object]
             "matrix rate, GFLOP/s": round(profile["gflops"], 1),
             "warnings": len(profile.get("warnings", ())),
         }
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return facts | {"state": f"unreadable ({error!r}): `granikv calibrate` writes it again"}
 
 
@@ -132,10 +135,12 @@ def triton_server_version() -> str:
 def metrics_url(address: str) -> str:
     """The metrics page of `host:port`, or of a URL. Raises InvalidArgument."""
     text = address if "://" in address else f"http://{address}"
-    match = re.fullmatch(r"(https?://[^/\s:]+:\d+)(/metrics)?/?", text)
+    where = "of the metrics (8002 by default)"
+    match = re.fullmatch(r"(https?://)([^/]*)(/metrics)?/?", text)
     if match is None:
-        raise InvalidArgument("--url", address, "host:port of the metrics (8002 by default)")
-    return f"{match[1]}/metrics"
+        raise InvalidArgument("--url", address, f"host:port {where}")
+    check_host_port("--url", match[2], where)
+    return f"{match[1]}{match[2]}/metrics"
 
 
 def read_series(address: str, timeout_s: float = 10.0) -> dict[str, float]:

@@ -9,10 +9,13 @@ All index work is done once per step in `prepare`. LSE is natural here, as the f
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
-from granikv.attention.plan_parts import Bucket, Extend, StepParts, View
+from granikv.attention import native
+from granikv.attention.plan_parts import Bucket, Extend, Scattered, StepParts, View
 from granikv.config import ModelConfig
 from granikv.core import HotVariant, StepPlan
 
@@ -93,10 +96,9 @@ class CpuAttention:
         for name, arena in (("k_arena", k_arena), ("v_arena", v_arena)):
             if tuple(arena.shape[2:]) != expected:
                 raise ValueError(f"{name}: expected [L, capacity, {expected}], got {arena.shape}")
-        # two sentinel parts: the identity of the merge, and the state of a row without keys
-        self._sentinel_o = torch.zeros(2, self.num_qo_heads, self.head_dim)
-        self._sentinel_lse = torch.zeros(2, self.num_qo_heads)
-        self._sentinel_lse[0] = -math.inf
+        self._native = native.library()
+        self.use_native = self._native is not None and self.head_dim <= native.MAX_HEAD_DIM
+        self._o = torch.empty(0)
         self._k_work = torch.empty(0)
         self._v_work = torch.empty(0)
 
@@ -104,9 +106,48 @@ class CpuAttention:
 
     def prepare(self, plan: StepPlan) -> None:
         """Turn the plan into parts. Raises ValueError for an unknown kind or variant."""
-        self.parts = StepParts(plan, self.request_slots, self.num_kv_heads, self.group_size)
+        heads = (self.num_kv_heads, self.group_size)
+        gather = not self.use_native
+        self.parts = StepParts(plan, self.request_slots, *heads, gather=gather)
         self.num_rows, self.num_decode_rows = self.parts.num_rows, self.parts.num_decode_rows
         self.reserve_gather(max((b.slots.numel() for b in self.parts.buckets), default=0))
+        self._views = [v for v in self.parts.views if not self.is_native(v)]
+        native_views = [v for v in self.parts.views if self.is_native(v)]
+        self._spans = self._native_spans(native_views, self.parts.scattered)
+        self._reserve_parts(self.parts.num_parts)
+
+    def is_native(self, view: View) -> bool:
+        """Whether the compiled kernel serves the view. For one row torch's op is as fast."""
+        return (
+            self.use_native
+            and view.variant is HotVariant.CASCADE
+            and view.num_rows > 1
+            and view.mask is None
+        )
+
+    def _native_spans(
+        self, views: Sequence[View], scattered: Sequence[Scattered] = ()
+    ) -> native.Spans | None:
+        """What the compiled kernel reads in one call per layer; None if that is nothing."""
+        if self._native is None or not (views or scattered):
+            return None
+        heads = native.Heads(self.num_kv_heads, self.group_size, self.head_dim, self.sm_scale)
+        spans = [
+            native.Span(v.row_indices, v.length, v.first_part, v.start, v.num_splits) for v in views
+        ]
+        for rest in scattered:
+            rows = np.array([rest.row])
+            spans.append(native.Span(rows, len(rest.slots), rest.first_part, slots=rest.slots))
+        return native.Spans(self._native, heads, spans)
+
+    def _reserve_parts(self, num_parts: int) -> None:
+        """Workspace of the parts and two sentinels: the identity of the merge, and the state of
+        a row without keys."""
+        if self._o.shape[0] < num_parts + 2:
+            self._o = torch.empty(num_parts + 2, self.num_qo_heads, self.head_dim)
+            self._lse = torch.empty(num_parts + 2, self.num_qo_heads)
+        self._o[num_parts : num_parts + 2] = 0.0
+        self._lse[num_parts], self._lse[num_parts + 1] = -math.inf, 0.0
 
     def reserve_gather(self, num_tokens: int) -> None:
         """Workspace for buckets of up to num_tokens tokens; kept between steps."""
@@ -141,16 +182,48 @@ class CpuAttention:
         self, q: torch.Tensor, k_layer: torch.Tensor, v_layer: torch.Tensor
     ) -> torch.Tensor:
         """State of the decode rows [num_decode_rows, Hq, D]: all parts, merged."""
-        states = [self.view_state(view, q, k_layer, v_layer) for view in self.parts.views]
-        states += [self.bucket_state(bucket, q, k_layer, v_layer) for bucket in self.parts.buckets]
-        if self.parts.merge_index is None:
-            if not states:
-                return q.new_zeros(0, self.num_qo_heads, self.head_dim)
-            o = states[0][0] if len(states) == 1 else torch.cat([s[0] for s in states])
-            return o if self.parts.select is None else o.index_select(0, self.parts.select)
-        o = torch.cat([*(s[0] for s in states), self._sentinel_o])
-        lse = torch.cat([*(s[1] for s in states), self._sentinel_lse])
-        return merge_parts(o, lse, self.parts.merge_index)
+        num_parts = self.parts.num_parts
+        o, lse = self._o[: num_parts + 2], self._lse[: num_parts + 2]
+        if self._spans is not None:
+            self._spans.run(q.contiguous(), k_layer, v_layer, o, lse)
+        for view in self._views:
+            end = view.first_part + view.num_splits * view.num_rows
+            o[view.first_part : end], lse[view.first_part : end] = self.view_state(
+                view, q, k_layer, v_layer
+            )
+        for bucket in self.parts.buckets:
+            end = bucket.first_part + bucket.num_rows
+            o[bucket.first_part : end], lse[bucket.first_part : end] = self.bucket_state(
+                bucket, q, k_layer, v_layer
+            )
+        if self.parts.merge_index is not None:
+            return merge_parts(o, lse, self.parts.merge_index)
+        return o[:num_parts] if self.parts.select is None else o.index_select(0, self.parts.select)
+
+    def alone(
+        self,
+        what: View | Bucket,
+        q: torch.Tensor,
+        k_layer: torch.Tensor,
+        v_layer: torch.Tensor,
+    ) -> Callable[[], object]:
+        """A call that attends just this view or bucket, as a layer of a step does: for timing."""
+        if isinstance(what, View):
+            if not self.is_native(what):
+                return lambda: self.view_state(what, q, k_layer, v_layer)
+            spans = self._native_spans([what])
+            num_parts = what.num_splits * what.num_rows
+        else:
+            if not self.use_native:
+                self.reserve_gather(what.slots.numel())
+                return lambda: self.bucket_state(what, q, k_layer, v_layer)
+            slots = what.slots.view(what.num_rows, -1).numpy()
+            spans = self._native_spans([], [Scattered(i, s, i) for i, s in enumerate(slots)])
+            num_parts = what.num_rows
+        o = torch.empty(num_parts, self.num_qo_heads, self.head_dim)
+        lse = torch.empty(num_parts, self.num_qo_heads)
+        assert spans is not None
+        return lambda: spans.run(q, k_layer, v_layer, o, lse)
 
     def view_state(
         self, view: View, q: torch.Tensor, k_layer: torch.Tensor, v_layer: torch.Tensor

@@ -38,6 +38,14 @@ class View:
     num_splits: int
     variant: HotVariant
     mask: torch.Tensor | None  # [1, 1, num_rows * G, length]
+    first_part: int = 0  # split i of the view's row r is part first_part + i * num_rows + r
+
+    @property
+    def row_indices(self) -> np.ndarray:
+        """int64 [num_rows]."""
+        if isinstance(self.rows, slice):
+            return np.arange(self.rows.start, self.rows.stop)
+        return self.rows.numpy()
 
 
 @dataclass
@@ -49,6 +57,16 @@ class Bucket:
     num_rows: int
     length: int
     mask: torch.Tensor | None  # [num_rows, 1, 1, length]
+    first_part: int = 0
+
+
+@dataclass
+class Scattered:
+    """Slots of one row that are read where they lie; one part."""
+
+    row: int
+    slots: np.ndarray  # int32 [n]
+    first_part: int
 
 
 @dataclass
@@ -65,12 +83,18 @@ class Extend:
 class StepParts:
     """Views, buckets, merge indices and extend requests of one StepPlan.
 
-    request_slots: int32 [max_requests, max_seq_len]. Raises ValueError for an unknown kind or
-    variant, and for an extend request whose segments miss its own chunk.
+    request_slots: int32 [max_requests, max_seq_len]. gather: scattered slots in buckets, for
+    torch; else each row's on their own. Raises ValueError for an unknown kind or variant, and
+    for an extend request whose segments miss its own chunk.
     """
 
     def __init__(
-        self, plan: StepPlan, request_slots: np.ndarray, num_kv_heads: int, group_size: int
+        self,
+        plan: StepPlan,
+        request_slots: np.ndarray,
+        num_kv_heads: int,
+        group_size: int,
+        gather: bool = True,
     ):
         self.num_kv_heads, self.group_size = num_kv_heads, group_size
         self.request_slots = request_slots
@@ -82,11 +106,12 @@ class StepParts:
         self.select: torch.Tensor | None = None  # int64 [num_decode_rows]
         self._row_parts: list[list[int]] = [[] for _ in range(self.num_decode_rows)]
         self._rest: list[list[np.ndarray]] = [[] for _ in range(self.num_decode_rows)]
-        self._num_parts = 0
+        self.num_parts = 0
         row_of_partial = _row_of_partial(plan, self.num_decode_rows)
         self._prepare_hot(plan, row_of_partial)
         self._prepare_cold(plan, row_of_partial)
-        self.buckets = self._prepare_buckets()
+        self.buckets = self._prepare_buckets() if gather else []
+        self.scattered = [] if gather else self._prepare_scattered()
         self._prepare_merge()
         self.extends = [
             self._prepare_extend(plan, i)
@@ -114,9 +139,10 @@ class StepParts:
         for slot in range(start + view.length, start + int(visible.max())):
             for row in rows:
                 self._rest[row].append(np.array([slot], np.int32))
+        view.first_part = self.num_parts
         for part in range(view.num_splits * view.num_rows):
-            self._row_parts[rows[part % view.num_rows]].append(self._num_parts + part)
-        self._num_parts += view.num_splits * view.num_rows
+            self._row_parts[rows[part % view.num_rows]].append(self.num_parts + part)
+        self.num_parts += view.num_splits * view.num_rows
         self.views.append(view)
 
     def _prepare_cold(self, plan: StepPlan, row_of_partial: np.ndarray) -> None:
@@ -166,30 +192,40 @@ class StepParts:
             for i, row in enumerate(group):
                 padded[i, : lengths[i]] = slots[row]
                 padded[i, lengths[i] :] = slots[row][0]  # finite, whatever else the arena holds
-                self._row_parts[row].append(self._num_parts + i)
-            self._num_parts += len(group)
+                self._row_parts[row].append(self.num_parts + i)
             mask = None
             if lengths.min() < length:
                 hidden = np.arange(length)[None, :] >= lengths[:, None]
                 mask = torch.from_numpy(np.where(hidden, -np.inf, 0.0).astype(np.float32))
                 mask = mask[:, None, None, :]
             flat = torch.from_numpy(padded.reshape(-1))
-            buckets.append(Bucket(_index(np.array(group)), flat, len(group), length, mask))
+            rows = _index(np.array(group))
+            buckets.append(Bucket(rows, flat, len(group), length, mask, self.num_parts))
+            self.num_parts += len(group)
         return buckets
+
+    def _prepare_scattered(self) -> list[Scattered]:
+        found = []
+        for row, slots in enumerate(self._rest):
+            if slots:
+                found.append(Scattered(row, np.concatenate(slots), self.num_parts))
+                self._row_parts[row].append(self.num_parts)
+                self.num_parts += 1
+        return found
 
     def _prepare_merge(self) -> None:
         """Part indices [num_decode_rows, most]; direct when every row has just one part."""
         most = max((len(p) for p in self._row_parts), default=0)
         if all(len(p) == 1 for p in self._row_parts):
             order = np.array([p[0] for p in self._row_parts], np.int64)
-            if not np.array_equal(order, np.arange(self._num_parts)):
+            if not np.array_equal(order, np.arange(self.num_parts)):
                 self.select = torch.from_numpy(order)
             return
-        index = np.full((self.num_decode_rows, max(most, 1)), self._num_parts, np.int64)
+        index = np.full((self.num_decode_rows, max(most, 1)), self.num_parts, np.int64)
         for row, parts in enumerate(self._row_parts):
             index[row, : len(parts)] = parts
             if not parts:
-                index[row, 0] = self._num_parts + 1
+                index[row, 0] = self.num_parts + 1
         self.merge_index = torch.from_numpy(index)
 
     def _prepare_extend(self, plan: StepPlan, i: int) -> Extend:

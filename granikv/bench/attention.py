@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -20,7 +21,8 @@ from granikv.bench.gpu_timing import baseline_ms, do_bench_ms, gpu_probe, steady
 from granikv.bench.harness import Case, result_record, write_json
 from granikv.config import ModelConfig
 from granikv.core import PlanCapacities
-from granikv.errors import Unavailable
+from granikv.errors import InvalidArgument, Unavailable
+from granikv.outputs import check_output_file
 
 BANDWIDTH_BYTES_PER_S = 4.25e12  # read and copy rate that one H200 reached
 NUM_LAYERS = 8  # of the steady graph: each case's KV leaves the L2 between replays
@@ -134,6 +136,16 @@ def run_attention_bench(
     return entries, probe
 
 
+def choose_cases(names: Sequence[str]) -> list[AttentionCase]:
+    """All if no name is given. Raises InvalidArgument for a name that no case has."""
+    cases = standard_cases()
+    known = [case.name for case in cases]
+    for name in names:
+        if name not in known:
+            raise InvalidArgument("--case", name, f"one of {known}")
+    return [case for case in cases if not names or case.name in names]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", help="result file")
@@ -141,7 +153,9 @@ def main() -> None:
     parser.add_argument("--case", action="append", default=[], help="only this case; repeatable")
     parser.add_argument("--commit", default="", help="the clean commit that is measured")
     args = parser.parse_args()
-    cases = [c for c in standard_cases() if not args.case or c.name in args.case]
+    cases = choose_cases(args.case)
+    if args.json:
+        check_output_file("--json", Path(args.json))
     entries, probe = run_attention_bench(
         cases, not args.no_baselines, lambda text: print(text, flush=True)
     )

@@ -188,10 +188,19 @@ def _finish_first(
     result.host_s += time.perf_counter() - start
 
 
+def check_capacity(trace: Trace, config: ReplayConfig) -> None:
+    """Raises InvalidArgument when not one request of the trace fits into the caches."""
+    smallest = min(r.input_length + r.output_length for r in trace.requests)
+    if smallest >= config.capacity_tokens:
+        expected = f"at least {smallest + 1}: the smallest request of {trace.name} and a free slot"
+        raise InvalidArgument("capacity_tokens", config.capacity_tokens, expected)
+
+
 def run_cache_bench(trace: Trace, config: ReplayConfig) -> list[Case]:
-    """GraniKV's cache against LRU pages on one trace."""
+    """GraniKV's cache against LRU pages on one trace. Raises InvalidArgument."""
     if config.max_running < 1:
         raise InvalidArgument("max_running", config.max_running, "at least 1")
+    check_capacity(trace, config)
     from granikv.bench.granikv_cache import ManagedCache
 
     ours = replay(trace, ManagedCache(config), config)

@@ -12,6 +12,7 @@ from granikv import calibration
 from granikv.calibration import Meter
 from granikv.cost_model import CostModel
 from granikv.models import load_config
+from granikv.outputs import check_output_file, check_output_folder
 
 MAX_SHOWN_WARNINGS = 5
 
@@ -25,11 +26,15 @@ def run_calibration(
 ) -> Path:
     """Returns where the profile is: `output`, or where the engine of this model looks.
 
-    Raises ModelFileError for the model, OSError when the file cannot be written.
+    Raises ModelFileError for the model, InvalidArgument when the file cannot be written.
     """
     console = console or Console()
     config = load_config(model)
     path = output or calibration.profile_path(config, num_threads)
+    if output is not None:
+        check_output_file("--output", output)
+    else:
+        check_output_folder("the cache's folder", path.parent)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=console, transient=True) as progress,

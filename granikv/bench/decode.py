@@ -17,6 +17,8 @@ import numpy as np
 
 from granikv.bench.decode_contenders import Contender, EngineContender, TransformersContender
 from granikv.bench.harness import Case
+from granikv.config import EngineConfig
+from granikv.config_check import check_engine, longest_request
 from granikv.errors import InvalidArgument
 
 EIGHT_GROUPS = (2048, 4096, 6144, 8192, 12288, 16384, 20480, 24576)  # tokens
@@ -134,8 +136,13 @@ def run_decode_bench(
         raise InvalidArgument("rounds", rounds, "at least 1")
     longest = max(max(map(w.prefix_len, w.paths)) + w.suffix_len for w in workloads)
     most = max(_unshared_tokens(w, num_steps) for w in workloads)
-    settings = {"capacity_tokens": most, "max_seq_len": longest + 2 * num_steps, "model": model}
-    settings |= engine_settings
+    needed = longest + 2 * num_steps
+    settings = {"capacity_tokens": most, "model": model} | dict(engine_settings)
+    limit = longest_request(*check_engine(EngineConfig(**settings, prefix_layout="uniform")))
+    if needed > limit:
+        expected = f"at most {limit} tokens: the model's context, or what the settings leave"
+        raise InvalidArgument("prefix, suffix and 2 x steps", needed, expected)
+    settings = {"max_seq_len": needed} | settings
     ours = EngineContender("granikv", prefix_layout="asymmetric", **settings)
     uniform = EngineContender("uniform-paging", prefix_layout="uniform", **settings)
     reference = TransformersContender(model) if with_transformers else None

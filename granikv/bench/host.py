@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,8 @@ from granikv.bench.report import print_cases
 from granikv.config import EngineConfig, ModelConfig
 from granikv.core import Count, StepOutput, StepPlan
 from granikv.engine import Engine
+from granikv.errors import InvalidArgument
+from granikv.outputs import check_output_file
 from granikv.sampling_params import SamplingParams
 
 BUDGET_US = 2000.0  # of schedule, plan and commit at 256 requests in 64 groups
@@ -175,6 +178,9 @@ def run_host_bench(
 
     Lengths in tokens; root_len, the head of the prefix that all groups share, may be 0.
     """
+    if not 1 <= num_groups <= num_requests:
+        expected = f"1 to {num_requests}: a request for each group"
+        raise InvalidArgument("num_groups", num_groups, expected)
     cases = []
     for prefix_len in prefix_lens:
         for kind in ("steady", "churn", "full"):
@@ -239,6 +245,8 @@ def main() -> None:
     parser.add_argument("--num-groups", type=int, default=64)
     parser.add_argument("--num-steps", type=int, default=300)
     args = parser.parse_args()
+    if args.json:
+        check_output_file("--json", Path(args.json))
     cases = run_host_bench(args.num_requests, args.num_groups, num_steps=args.num_steps)
     print_cases(cases, "Host time of a decode step, us")
     if args.json:

@@ -16,10 +16,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from granikv import env
 from granikv.bench.harness import Case
 from granikv.bench.serve_workload import AgentsWorkload, Entry, TextMaker, TraceWorkload
+from granikv.config import EngineConfig
+from granikv.config_check import check_engine, longest_request
 from granikv.demo.runner import LAYOUTS, read_metrics
 from granikv.errors import InvalidArgument, Unavailable
+from granikv.outputs import check_output_folder
 from granikv.serving import perf_analyzer
 from granikv.serving.launcher import ServerHandle, running_server
 from granikv.serving.perf_analyzer import Load, Samples
@@ -78,10 +82,16 @@ def run_serve_bench(
     usable = trace_speed is None or (math.isfinite(trace_speed) and trace_speed > 0)
     if not usable or (trace_speed is not None and isinstance(workload, AgentsWorkload)):
         raise InvalidArgument("trace_speed", trace_speed, "a number above 0, with a trace")
-    perf_analyzer.find_perf_analyzer()
     console = console or Console()
-    maker = TextMaker(load_tokenizer(model))
-    log_folder.mkdir(parents=True, exist_ok=True)
+    settings = {**(engine_config or {}), **({"model": str(Path(model).resolve())} if model else {})}
+    limit = _longest_request(settings)
+    maker = TextMaker(load_tokenizer(settings.get("model")))
+    longest = max(e.prompt_len + e.output_len for e in workload.entries(maker, run=0))
+    if longest > limit:
+        expected = f"prompts and answers of at most {limit} tokens together"
+        raise InvalidArgument(workload.name, f"one of {longest} tokens", expected)
+    perf_analyzer.find_perf_analyzer()
+    check_output_folder("the logs' folder", log_folder)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="granikv_bench_")))
         repository = perf_analyzer.make_load_test_repository(
@@ -92,16 +102,19 @@ def run_serve_bench(
             perf_analyzer.write_interval_file(workload.timestamps_s, intervals, trace_speed)
             loads = [*loads, Load(None, intervals=intervals)]
         servers: dict[str, ServerHandle] = {}
+        run_dir = env.read("GRANIKV_RUN_DIR")
         for layout in LAYOUTS:
             log_path = log_folder / f"serve-{layout}.log"
             log_path.unlink(missing_ok=True)
-            config = {**(engine_config or {}), "prefix_layout": layout}
-            if model:
-                config["model"] = str(Path(model).resolve())
+            config = settings | {"prefix_layout": layout}
             console.print(f"Starting Triton with prefix_layout={layout} (log: {log_path})")
             servers[layout] = stack.enter_context(
                 running_server(
-                    config, supervised=False, log_path=log_path, model_repository=repository
+                    config,
+                    supervised=False,
+                    log_path=log_path,
+                    model_repository=repository,
+                    run_dir=run_dir and run_dir / layout,  # both live at once
                 )
             )
         progress = stack.enter_context(_progress(console))
@@ -131,6 +144,12 @@ def run_serve_bench(
                     )
             cases.append(_case(workload, load, runs, model, repeats))
     return cases
+
+
+def _longest_request(settings: dict) -> int:
+    """Tokens that both servers hold; pages leave the less. Raises what check_engine raises."""
+    fields = env.read("GRANIKV_ENGINE_CONFIG") | settings | {"prefix_layout": "uniform"}
+    return longest_request(*check_engine(EngineConfig(**fields)))
 
 
 def describe(load: Load) -> str:

@@ -10,6 +10,7 @@ from granikv.demo.reference import NEAR_TIE, Difference, Reference
 from granikv.demo.report import print_table, write_report
 from granikv.demo.runner import LAYOUTS, Response, RunResult, run_layout
 from granikv.demo.workload import AGENTS, MAX_ROUNDS
+from granikv.outputs import check_output_folder
 
 NEAR_TIE_LIMIT = 0.02  # of the responses compared
 
@@ -50,9 +51,11 @@ def compare_with_transformers(run: RunResult, reference: Reference) -> list[Diff
 
 
 def run_demo(short: bool, folder: Path, console: Console | None = None) -> int:
-    """0 when every response arrived and the answers matched, else 1."""
+    """0 when every response arrived and the answers matched, else 1. Raises InvalidArgument when
+    the report could not be written to `folder`, and what starting a server raises."""
     from granikv.models import embedded
 
+    check_output_folder("--out", folder)
     console = console or Console()
     num_agents, num_rounds = (4, 1) if short else (len(AGENTS), MAX_ROUNDS)
     console.print(f"{num_agents} agents that share a handbook, {num_rounds} round(s)")

@@ -12,11 +12,14 @@ if TYPE_CHECKING:
     from granikv.models import Decoder
     from granikv.sampling import Sampler
 
+DTYPES = {"cuda": ("bfloat16", "float16", "float32"), "cpu": ("float32",)}  # the usual one first
+
 
 def resolve_device(config: EngineConfig) -> EngineConfig:
     """`config` with device and dtype decided: "auto" is the GPU where there is one, in bfloat16.
 
-    Raises Unavailable for device "cuda" without a GPU, InvalidArgument for an unknown name.
+    Raises Unavailable for device "cuda" without a GPU, InvalidArgument for an unknown name or a
+    dtype that the device does not serve.
     """
     import torch
 
@@ -31,7 +34,9 @@ def resolve_device(config: EngineConfig) -> EngineConfig:
         )
     dtype = config.dtype
     if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
+        dtype = DTYPES[device][0]
+    if dtype not in DTYPES[device]:
+        raise InvalidArgument("dtype", dtype, f"one of {('auto', *DTYPES[device])} on {device}")
     return dataclasses.replace(config, device=device, dtype=dtype)
 
 

@@ -18,8 +18,11 @@ import torch
 from granikv.attention.cpu import CpuAttention
 from granikv.config import EngineConfig, ModelConfig
 from granikv.core import Count, StepOutput, StepPlan
-from granikv.errors import InvalidArgument, Unavailable
+from granikv.errors import InvalidArgument
 from granikv.executor.step_setup import apply_moves, take_rows
+
+MEMORY_SHARE = 0.9  # of the machine's
+SLOT_BYTES = 4  # int32
 
 
 class Decoder(Protocol):
@@ -42,7 +45,7 @@ class Sampler(Protocol):
 
 
 class TorchExecutor:
-    """Executor of one model on the CPU. Raises Unavailable when the arenas do not fit.
+    """Executor of one model on the CPU. Raises InvalidArgument when the arenas do not fit.
 
     keep_logits: return the logits in StepOutput (tests, debugging).
     """
@@ -57,7 +60,7 @@ class TorchExecutor:
         self.keep_logits = False
         max_seq_len = engine_config.max_seq_len or model.max_position
         capacity = engine_config.capacity_tokens
-        _require_memory(capacity * model.kv_bytes_per_token(), capacity)
+        check_memory(engine_config, model)
         shape = (model.num_layers, capacity, model.num_kv_heads, model.head_dim)
         # empty, not zeros: the system gives pages when slots are first written
         self.k_arena, self.v_arena = torch.empty(shape), torch.empty(shape)
@@ -114,12 +117,14 @@ class TorchExecutor:
         return output
 
 
-def _require_memory(arena_bytes: int, capacity_tokens: int) -> None:
+def check_memory(config: EngineConfig, model: ModelConfig) -> None:
+    """KV arena and table of slots, each alone. Raises InvalidArgument naming the field."""
     total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if arena_bytes > 0.9 * total_bytes:
-        fits = int(capacity_tokens * 0.9 * total_bytes / arena_bytes)
-        raise Unavailable(
-            f"KV arena: expected at most 90% of {total_bytes / 2**30:.1f} GiB of memory, got "
-            f"{arena_bytes / 2**30:.1f} GiB for capacity_tokens={capacity_tokens}; "
-            f"set capacity_tokens to {fits} or less"
-        )
+    for name, item_bytes in (
+        ("capacity_tokens", model.kv_bytes_per_token()),
+        ("max_requests", (config.max_seq_len or model.max_position) * SLOT_BYTES),
+    ):
+        highest = int(MEMORY_SHARE * total_bytes) // item_bytes
+        if getattr(config, name) > highest:
+            expected = f"at most {highest}: {MEMORY_SHARE:.0%} of {total_bytes / 2**30:.1f} GiB"
+            raise InvalidArgument(name, getattr(config, name), expected)

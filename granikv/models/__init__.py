@@ -11,9 +11,12 @@ from granikv.errors import ModelFileError
 from granikv.models.embedded import find_embedded
 from granikv.models.gguf_loader import GGUFFile, gguf_config, load_gguf
 from granikv.models.llama import Attend, Decoder
-from granikv.models.weights import ARCHITECTURES, load_hf, read_hf_config
+from granikv.models.weights import ARCHITECTURES, check_hf_weights, load_hf, read_hf_config
 
-__all__ = ["ARCHITECTURES", "Attend", "Decoder", "find_model", "load_config", "load_model"]
+__all__ = [
+    "ARCHITECTURES", "Attend", "Decoder", "check_weights", "find_model", "load_config",
+    "load_model",
+]  # fmt: skip
 
 
 def load_model(
@@ -34,6 +37,14 @@ def load_config(path: str | Path | None = None) -> ModelConfig:
     """The shape of the model that load_model would load, without its weights; same errors."""
     path = find_model(path)
     return read_hf_config(path) if path.is_dir() else gguf_config(GGUFFile(path))
+
+
+def check_weights(path: Path) -> None:
+    """Raises ModelFileError where load_model would, as far as the headers of the files tell."""
+    if path.is_dir():
+        check_hf_weights(path)
+    else:
+        GGUFFile(path)
 
 
 def find_model(path: str | Path | None = None) -> Path:

@@ -10,8 +10,15 @@ from pathlib import Path
 
 import torch
 
+from granikv.config import ModelConfig
 from granikv.models.llama import Decoder
 from granikv.models.weights import build_weights, read_hf_config
+
+
+def read_shape(config_path: str | Path) -> ModelConfig:
+    """The shape in a config.json (the file or its folder). Raises ModelFileError, Unsupported."""
+    path = Path(config_path)
+    return read_hf_config(path if path.is_dir() else path.parent)
 
 
 def load_random(
@@ -24,8 +31,7 @@ def load_random(
 
     Raises ModelFileError for a missing or unusable file.
     """
-    path = Path(config_path)
-    config = read_hf_config(path if path.is_dir() else path.parent)
+    config = read_shape(config_path)
     generator = torch.Generator(device).manual_seed(seed)
 
     def get(name: str, shape: tuple[int, ...]) -> torch.Tensor:

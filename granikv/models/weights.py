@@ -223,22 +223,31 @@ class _Shards:
                 ) from error
             self.file_of.update({name: (path, handle) for name in handle.keys()})  # noqa: SIM118
 
-    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor, in the model's dtype. Raises ModelFileError."""
+    def header(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor of that shape without values. Raises ModelFileError when it is not there."""
         if name not in self.file_of:
             raise ModelFileError(
                 f"{self.folder}: expected the tensor {name} {list(shape)}: missing"
             )
         path, handle = self.file_of[name]
+        found = handle.get_slice(name).get_shape()
+        if tuple(found) != shape:
+            raise ModelFileError(f"{path}: {name}: expected shape {list(shape)}, got {list(found)}")
+        return torch.empty(shape, device="meta")
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor, in the model's dtype. Raises ModelFileError."""
+        self.header(name, shape)
+        path, handle = self.file_of[name]
         try:
-            tensor = handle.get_tensor(name)
+            return handle.get_tensor(name).to(self.dtype)
         except (SafetensorError, OSError) as error:
             raise ModelFileError(f"{path}: {name}: unreadable: {error}") from error
-        if tuple(tensor.shape) != shape:
-            raise ModelFileError(
-                f"{path}: {name}: expected shape {list(shape)}, got {list(tensor.shape)}"
-            )
-        return tensor.to(self.dtype)
+
+
+def check_hf_weights(folder: Path) -> None:
+    """Names and shapes of all tensors, none of which is read. Raises ModelFileError."""
+    build_weights(read_hf_config(folder), _Shards(folder, torch.float32).header)
 
 
 def load_hf(folder: Path, dtype: torch.dtype) -> tuple[ModelConfig, ModelWeights]:

@@ -26,6 +26,8 @@ from granikv.errors import InvalidArgument, Unavailable, Unsupported
 from granikv.processes import die_with_parent
 from granikv.sampling_params import SamplingParams
 from granikv.serving import wire
+from granikv.serving.request_inputs import in_client_words
+from granikv.serving.run_dir import end_with_launcher
 from granikv.serving.settings import DEFAULT_ENGINE_CLASS, parse_engine_config
 
 STATS_PERIOD_S = 0.2
@@ -128,6 +130,9 @@ class EngineLoop:
                 if isinstance(command, wire.Add):
                     try:
                         self.add(command)
+                    except InvalidArgument as error:
+                        named = in_client_words(error, command.prompt)
+                        refused.append(wire.error_output(command.request_id, named))
                     except Exception as error:
                         refused.append(wire.error_output(command.request_id, error))
                 elif isinstance(command, wire.Abort):
@@ -218,6 +223,7 @@ def main() -> int:
     parser.add_argument("--drain-s", type=float, default=5.0)
     arguments = parser.parse_args()
     die_with_parent(arguments.parent_pid)
+    end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pid_file = arguments.pid_file
     drained_file = pid_file.with_suffix(".drained") if pid_file else None

@@ -12,12 +12,10 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.error
@@ -27,14 +25,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from granikv.env import read as read_variable
-from granikv.errors import GraniKVError, InvalidArgument, Unavailable
+from granikv.errors import GraniKVError, InvalidArgument, ModelFileError, Unavailable
 from granikv.metrics import PROBE_PREFIX
+from granikv.serving.run_dir import LINKS, RunDir, remove_shared_memory
+from granikv.serving.server_check import PROBE, check_server
 from granikv.serving.settings import default_python, parse_assignments
 from granikv.serving.signals import sigterm_unwinds
 from granikv.serving.tritonserver import (
     ServerAddress,
+    check_ports,
     find_model_repository,
     find_tritonserver,
+    last_errors,
     server_command,
     server_environment,
 )
@@ -75,16 +77,20 @@ class ServerHandle:
         env: dict[str, str] | None = None,
         log_path: Path | None = None,
         start_timeout_s: float = 900.0,
+        run_dir: Path | None = None,
     ):
         self.address = address
         self.model_repository = model_repository or find_model_repository()
-        self.run_dir = Path(tempfile.mkdtemp(prefix="granikv_"))
         python = read_variable("GRANIKV_PYTHON") or default_python()
-        self.env = {"GRANIKV_PYTHON": python, **(env or {}), "GRANIKV_RUN_DIR": str(self.run_dir)}
+        self.env = {"GRANIKV_PYTHON": python, **(env or {})}
         if engine_config:
             fields = read_variable("GRANIKV_ENGINE_CONFIG") | engine_config
             self.env["GRANIKV_ENGINE_CONFIG"] = json.dumps(fields)
+        self.run_dir = RunDir(run_dir or read_variable("GRANIKV_RUN_DIR"))
+        self.env["GRANIKV_RUN_DIR"] = str(self.run_dir.path)
+        self.env["GRANIKV_LAUNCHER_LOCK"] = str(self.run_dir.lock_path)
         self.log_path = log_path
+        self.log_start = 0  # bytes that were in the log before this server
         self.start_timeout_s = start_timeout_s
         self.process: subprocess.Popen | None = None
         self.shm_prefix = ""
@@ -96,18 +102,22 @@ class ServerHandle:
 
     def start(self) -> None:
         """Returns when a real inference was answered. Raises InvalidArgument or Unavailable."""
-        self._check_ports()
-        for name in ("stub.pid", "engine.pid", "engine.drained"):
-            (self.run_dir / name).unlink(missing_ok=True)
+        environment = server_environment(self.env)
+        if not self.num_starts:
+            check_server(self.model_repository, environment, self.log_path)
+        check_ports(self.address)
+        self.run_dir.clean()
         self.shm_prefix = f"granikv_{os.getpid()}_{uuid.uuid4().hex[:8]}_"
-        installation = find_tritonserver(self.run_dir / "home")
+        self.run_dir.note(self.shm_prefix)
+        installation = find_tritonserver(self.run_dir.path / LINKS)
         command = server_command(
             installation, self.model_repository, self.address, self.shm_prefix, EXIT_TIMEOUT_S
         )
         log = open(self.log_path, "ab") if self.log_path else None  # noqa: SIM115
+        self.log_start = log.tell() if log else 0
         self.process = subprocess.Popen(
             command,
-            env=server_environment(self.env),
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT if log else None,
@@ -122,44 +132,37 @@ class ServerHandle:
             raise
         self.num_starts += 1
 
-    def _check_ports(self) -> None:
-        """A server that was just stopped may hold its ports for a moment."""
-        names = ("http_port", "grpc_port", "metrics_port")
-        for name in names:
-            port = getattr(self.address, name)
-            deadline = time.monotonic() + (5.0 if self.num_starts else 0.0)
-            while True:
-                with socket.socket() as probe:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    try:
-                        probe.bind((self.address.host, port))
-                        break
-                    except OSError as error:
-                        if time.monotonic() > deadline:
-                            expected = f"a free port of {self.address.host} ({error.strerror})"
-                            raise InvalidArgument(name, port, expected) from None
-                time.sleep(0.1)
-
     def _wait_until_served(self) -> None:
         assert self.process is not None
         deadline = time.monotonic() + self.start_timeout_s
         url = f"{self.address.http_url}/v2/health/ready"
         while time.monotonic() < deadline and not self.stop_requested.is_set():
-            if self.process.poll() is not None:
-                where = f"; see {self.log_path}" if self.log_path else ""
-                code = self.process.returncode
-                raise Unavailable(f"tritonserver ended with code {code} while starting{where}")
+            code = self.process.poll()
+            if code is not None:
+                raise Unavailable(
+                    f"tritonserver ended with code {code} while starting{self._why()}"
+                )
             try:
                 urllib.request.urlopen(url, timeout=2).close()
                 self.probe(max(1.0, deadline - time.monotonic()))
                 return
             except (OSError, Unavailable):
                 time.sleep(0.05)
-        raise Unavailable(f"the server did not answer within {self.start_timeout_s} s")
+        if self.stop_requested.is_set():
+            raise Unavailable("stopped while the server started")
+        raise Unavailable(f"no answer of the server within {self.start_timeout_s} s{self._why()}")
+
+    def _why(self) -> str:
+        """The stub's reason, or the log's last errors, and where the log is."""
+        reason = self.run_dir.failure()
+        if self.log_path is None:
+            return f": {reason}" if reason else ""
+        reason = reason or last_errors(self.log_path, self.log_start)
+        return f": {reason or 'no error is logged'}; see {self.log_path}"
 
     def probe(self, timeout_s: float = 30.0) -> str:
-        """One inference of one token. Raises Unavailable."""
-        body = {"id": f"{PROBE_PREFIX}-{uuid.uuid4().hex}", "text_input": "ready?", "max_tokens": 1}
+        """One inference of one token. Raises Unavailable, InvalidArgument when it is refused."""
+        body = {"id": f"{PROBE_PREFIX}-{uuid.uuid4().hex}", "text_input": PROBE, "max_tokens": 1}
         request = urllib.request.Request(
             f"{self.address.http_url}/v2/models/{MODEL}/generate", json.dumps(body).encode()
         )
@@ -167,22 +170,18 @@ class ServerHandle:
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
                 return json.load(response)["text_output"]
         except urllib.error.HTTPError as error:
-            raise Unavailable(f"probe: {error.read().decode(errors='replace')}") from None
+            text = error.read().decode(errors="replace")
+            if InvalidArgument.code in text:  # it would be refused for ever
+                raise InvalidArgument("probe", PROBE, f"an answer ({text})") from None
+            raise Unavailable(f"probe: {text}") from None
         except (OSError, KeyError, ValueError) as error:
             raise Unavailable(f"probe: {error}") from None
 
     # --- supervision
 
-    def read_pid(self, name: str) -> int | None:
-        """name: "stub" or "engine"; None before it has started."""
-        try:
-            return int((self.run_dir / f"{name}.pid").read_text())
-        except (OSError, ValueError):
-            return None
-
     @property
     def pids(self) -> dict[str, int]:
-        found = {"stub": self.read_pid("stub"), "engine": self.read_pid("engine")}
+        found = {name: self.run_dir.read_pid(name) for name in ("stub", "engine")}
         if self.process is not None:
             found["server"] = self.process.pid
         return {name: pid for name, pid in found.items() if pid}
@@ -217,14 +216,8 @@ class ServerHandle:
             self.process = None
         _signal_pid(pids.get("stub"), signal.SIGKILL)
         _signal_pid(pids.get("engine"), signal.SIGKILL)
-        self._clean()
-
-    def _clean(self) -> None:
-        for name in ("stub.pid", "engine.pid", "engine.drained"):
-            (self.run_dir / name).unlink(missing_ok=True)
-        if self.shm_prefix:
-            for path in Path("/dev/shm").glob(f"{self.shm_prefix}*"):
-                path.unlink(missing_ok=True)
+        self.run_dir.clean()
+        remove_shared_memory(self.shm_prefix)
 
     def stop(self) -> int:
         """Drain and stop; returns 0, or not when a request may have been lost."""
@@ -253,8 +246,8 @@ class ServerHandle:
         model: it hangs until its exit timeout and never calls finalize (compare
         triton-inference-server/server issue 8755). After a drain nothing is lost by a kill.
         """
-        drained = self.run_dir / "engine.drained"
-        engine = self.read_pid("engine")
+        drained = self.run_dir.path / "engine.drained"
+        engine = self.run_dir.read_pid("engine")
         _signal_pid(engine, signal.SIGTERM)
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         while engine and is_running(engine) and time.monotonic() < deadline:
@@ -265,7 +258,7 @@ class ServerHandle:
         return False
 
     def close(self) -> None:
-        shutil.rmtree(self.run_dir, ignore_errors=True)
+        self.run_dir.close()
 
     def supervise(self, max_restarts: int) -> int:
         """Restart what dies until a stop is asked for. Returns the exit code of the launcher."""
@@ -353,6 +346,13 @@ def running_server(
             handle.stop()
 
 
+def _count(text: str) -> int:
+    """For argparse: an integer of at least 0."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 0, got {text!r}")
+    return int(text)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="granikv.serving.launcher", description=__doc__)
     parser.add_argument("--model", help="GGUF file or Hugging Face folder; the embedded model")
@@ -364,7 +364,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--engine-class", help="module:Class of the engine")
     parser.add_argument("--log", type=Path, help="file for the server's output")
-    parser.add_argument("--max-restarts", type=int, default=5)
+    parser.add_argument("--max-restarts", type=_count, default=5)
     parser.add_argument("--no-restart", action="store_true", help="exit 1 when a process dies")
     options = parser.parse_args(arguments)
     try:
@@ -389,7 +389,8 @@ def main(arguments: list[str] | None = None) -> int:
     except GraniKVError as error:
         handle.close()
         print(f"granikv: {error}", file=sys.stderr)
-        return 0 if handle.stop_requested.is_set() else 1
+        is_input = isinstance(error, InvalidArgument | ModelFileError)
+        return 0 if handle.stop_requested.is_set() else 2 if is_input else 1
     print(handle.ready_line(), flush=True)
     code = handle.supervise(0 if options.no_restart else options.max_restarts)
     return handle.stop() or code

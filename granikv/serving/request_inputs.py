@@ -27,14 +27,14 @@ def _is_true(values: np.ndarray) -> bool:
     return bool(np.any(values))
 
 
-def _exceeds_one(values: np.ndarray) -> bool:
-    return bool(np.any(values > 1))
+def _differs_from_one(values: np.ndarray) -> bool:
+    return bool(np.any(values != 1))
 
 
 # input name -> does its value change the result?
 UNSERVED: dict[str, Callable[[np.ndarray], bool]] = {
-    "num_return_sequences": _exceeds_one,
-    "beam_width": _exceeds_one,
+    "num_return_sequences": _differs_from_one,
+    "beam_width": _differs_from_one,
     "embedding_bias_words": _is_nonempty,
     "embedding_bias_weights": _is_nonempty,
     "guided_decoding_guide_type": _is_nonempty,
@@ -56,6 +56,29 @@ UNSERVED: dict[str, Callable[[np.ndarray], bool]] = {
     "retention_decode_priority": _is_nonempty,
     "retention_decode_duration_ms": _is_nonempty,
 }
+
+COUNTS = ("num_return_sequences", "beam_width")  # above 1 not served, below 1 nonsense
+# what the engine calls a field -> the input that the client set
+INPUT_NAMES = {
+    "prompt": "text_input",
+    "prompt token id": "input_ids",
+    "stop_token_ids": "end_id",
+    "bad_words_ids": "bad_words",
+    "stop": "stop_words",
+    "logprobs": "return_log_probs",
+}
+
+
+def in_client_words(error: InvalidArgument, prompt: str | list[int]) -> InvalidArgument:
+    """The engine's refusal with the name of the input that the client set."""
+    name = INPUT_NAMES.get(error.name, error.name)
+    if error.name == "prompt" and not isinstance(prompt, str):
+        name = "input_ids"
+    return InvalidArgument(name, error.got, error.expected)
+
+
+def missing(name: str) -> InvalidArgument:
+    return InvalidArgument(name, None, "a value: this input is required")
 
 
 @dataclass
@@ -128,11 +151,13 @@ def read_row(tensors: Mapping[str, np.ndarray], index: int, exclude_by_default: 
     read = RowReader(tensors, index)
     text = read.text("text_input")
     if text is None:
-        raise InvalidArgument("text_input", None, "a prompt")
+        raise missing("text_input")
     if not text:
         raise InvalidArgument("text_input", text, "a non-empty prompt")
     for name, changes_result in UNSERVED.items():
         values = read.values(name)
+        if values is not None and name in COUNTS and np.any(values < 1):
+            raise InvalidArgument(name, int(values.min()), "1: one sequence per request")
         if values is not None and changes_result(values):
             raise Unsupported(f"{name}={values.tolist()[:4]!r}: this build does not serve it")
     sampling = read_sampling(read)
@@ -164,7 +189,7 @@ def read_sampling(read: RowReader) -> dict:
     """SamplingParams fields that the request sets."""
     max_tokens = read.scalar("max_tokens")
     if max_tokens is None:
-        raise InvalidArgument("max_tokens", None, "an integer of at least 1")
+        raise missing("max_tokens")
     sampling: dict = {"max_tokens": max_tokens}
     for name in (
         "min_tokens",
@@ -188,7 +213,9 @@ def read_sampling(read: RowReader) -> dict:
     if stop_words:
         sampling["stop"] = stop_words
     end_id = read.scalar("end_id")
-    if end_id is not None and end_id < 0:
+    if end_id is not None and end_id < -1:
+        raise InvalidArgument("end_id", end_id, "a token id, or -1 for none")
+    if end_id == -1:
         sampling["ignore_eos"] = True
     elif end_id is not None:
         sampling["stop_token_ids"] = [end_id]

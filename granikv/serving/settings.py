@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -106,6 +107,8 @@ def read_settings(
                 numbers[name] = float(parameters[name])
             except ValueError:
                 raise InvalidArgument(name, parameters[name], "a number of seconds") from None
+            if not 0 <= numbers[name] < math.inf:
+                raise InvalidArgument(name, parameters[name], "0 or more seconds")
     exclude = parameters.get("exclude_input_in_output", "false").lower()
     if exclude not in ("true", "false"):
         raise InvalidArgument("exclude_input_in_output", exclude, "'true' or 'false'")

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from granikv.errors import AlreadyExists, InvalidArgument, Unavailable
+from granikv.errors import AlreadyExists, Unavailable
 from granikv.metrics import PROBE_PREFIX, Stats
 from granikv.serving import wire
 from granikv.serving.engine_client import EngineClient
-from granikv.serving.request_inputs import Row, RowReader, read_row
+from granikv.serving.request_inputs import Row, RowReader, missing, read_row
 from granikv.serving.response_outputs import response_arrays
 from granikv.serving.settings import ServingSettings
 from granikv.serving.triton_metrics import TritonMetrics
@@ -83,7 +83,7 @@ class TritonAdapter:
     def _submit(self, call_id: str, sender: Any, tensors: dict[str, np.ndarray]) -> None:
         prompts = tensors.get("text_input")
         if prompts is None or prompts.size == 0:
-            raise InvalidArgument("text_input", None, "a prompt")
+            raise missing("text_input")
         if self.client.dead_reason or self.stopping:
             raise Unavailable(self.client.dead_reason or "the server is shutting down")
         call_id = call_id or uuid.uuid4().hex

@@ -7,15 +7,23 @@ home folder of links is made. Links, not copies: the stub finds its libraries re
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
+import re
 import shutil
+import socket
 import sys
 import sysconfig
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from granikv.errors import NotFound
+from granikv.errors import InvalidArgument, NotFound
+
+ERROR_LINE = re.compile(r"^E\d{4} |\berror:|Error: ", re.IGNORECASE)
+PORTS_PATIENCE_S = 3.0
+MAX_REASON = 1000  # characters of a log in an error
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,21 @@ class ServerAddress:
     grpc_port: int = 8001
     metrics_port: int = 8002
 
+    def __post_init__(self) -> None:
+        for name, port in self.ports.items():
+            if not 1 <= port <= 65535:
+                raise InvalidArgument(name, port, "1 to 65535")
+            if list(self.ports.values()).count(port) > 1:
+                raise InvalidArgument(name, port, "a port of its own: http, grpc, metrics")
+
+    @property
+    def ports(self) -> dict[str, int]:
+        return {
+            "http_port": self.http_port,
+            "grpc_port": self.grpc_port,
+            "metrics_port": self.metrics_port,
+        }
+
     @property
     def http_url(self) -> str:
         return f"http://{self.host}:{self.http_port}"
@@ -42,6 +65,35 @@ class ServerAddress:
     @property
     def metrics_url(self) -> str:
         return f"http://{self.host}:{self.metrics_port}/metrics"
+
+
+def check_ports(address: ServerAddress) -> None:
+    """Raises InvalidArgument for a host that is none or a port that is taken, also a moment later:
+    a server that just ended, or whose launcher was killed, may still hold its ports."""
+    for name, port in address.ports.items():
+        deadline = time.monotonic() + PORTS_PATIENCE_S
+        while True:
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((address.host, port))
+                    break
+                except OSError as error:
+                    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                        expected = f"an address of this machine ({error.strerror})"
+                        raise InvalidArgument("host", address.host, expected) from None
+                    if time.monotonic() > deadline:
+                        expected = f"a free port of {address.host} ({error.strerror})"
+                        raise InvalidArgument(name, port, expected) from None
+            time.sleep(0.1)
+
+
+def last_errors(log_path: Path, start: int = 0) -> str:
+    """The last error lines of a server's log behind `start` bytes, joined; "" if there are none."""
+    with log_path.open("rb") as log:
+        log.seek(start)
+        lines = log.read().decode(errors="replace").splitlines()
+    return " | ".join(line.strip() for line in lines if ERROR_LINE.search(line))[-MAX_REASON:]
 
 
 def find_tritonserver(home: Path) -> TritonInstallation:

@@ -16,6 +16,7 @@ from test_graph_against_torch import agents
 from test_tensorrt_executor import LIMITS, config, make_engine
 from tiny_engine import run, tokens
 
+from granikv.config_check import check_engine
 from granikv.engine import Engine
 from granikv.engines.build import BuildSettings, build
 from granikv.errors import EngineMismatch, InvalidArgument, ModelFileError, Unavailable
@@ -174,3 +175,16 @@ def test_the_embedded_model_answers_as_with_torch(tmp_path, monkeypatch):
         texts.append(text)
         engine.close()
     assert texts[0] == texts[1] and "4" in texts[0]
+
+
+def test_engines_of_another_model_are_refused(built, tmp_path):
+    """The tokenizer would be another's, too."""
+    path, out = built
+    other = make_tiny_hf(tmp_path / "other", "Qwen3ForCausalLM", vocab_size=98)
+    settings = {"executor": "tensorrt", "engine_dir": str(out), "plugin": "x", "dtype": "auto"}
+    with pytest.raises(EngineMismatch, match="vocab_size: expected 98.*got engines with 97"):
+        check_engine(config(model=str(other), **settings))
+    with pytest.raises(InvalidArgument, match="max_requests.*built for"):
+        check_engine(config(model=str(path), max_requests=13, **settings))
+    checked, model = check_engine(config(model=str(path), device="cpu", tp=2, **settings))
+    assert checked.dtype == "float32" and model.max_position == 160

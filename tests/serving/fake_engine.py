@@ -16,6 +16,8 @@ from granikv.errors import AlreadyExists, InvalidArgument, Unavailable
 from granikv.metrics import Histogram, Stats
 from granikv.sampling_params import SamplingParams
 
+VOCAB_SIZE = 1000
+
 
 class FakeRequest:
     def __init__(self, request_id: str, prompt: str, params: SamplingParams):
@@ -51,8 +53,11 @@ class FakeEngine:
         request = FakeRequest(request_id, prompt, params)
         if request.num_prompt_tokens > self.max_seq_len - 1:
             raise InvalidArgument(
-                "prompt length", request.num_prompt_tokens, f"at most {self.max_seq_len - 1} tokens"
+                "prompt", request.num_prompt_tokens, f"at most {self.max_seq_len - 1} tokens"
             )
+        for token in params.stop_token_ids:
+            if token >= VOCAB_SIZE:
+                raise InvalidArgument("stop_token_ids", token, f"token ids below {VOCAB_SIZE}")
         self.requests[request_id] = request
         self.num_prompt_tokens += request.num_prompt_tokens
 
@@ -141,3 +146,15 @@ class FakeEngine:
 
     def close(self) -> None:
         self.requests.clear()
+
+
+class SlowEngine(FakeEngine):
+    """Is loading for longer than any test waits."""
+
+    def __init__(self, config: EngineConfig):
+        time.sleep(600)
+
+
+class BrokenEngine(FakeEngine):
+    def __init__(self, config: EngineConfig):
+        raise InvalidArgument("weights", "made up", "weights that can be loaded")

@@ -91,8 +91,10 @@ def test_missing_tensors(server):
     url = f"{server.address.http_url}/v2/models/granikv/generate"
     assert post(url, {"text_input": "a"})[0] == 400
     assert post(url, {"max_tokens": 3})[0] == 400
-    refuse(server, "INVALID_ARG", "max_tokens", max_tokens=None, stream=False, seed=1)
-    refuse(server, "INVALID_ARG", "text_input", text_input=None, stream=False, seed=1)
+    required = "expected a value: this input is required, got None"
+    optional = {"stream": False, "seed": 1}
+    refuse(server, "INVALID_ARG", f"max_tokens: {required}", max_tokens=None, **optional)
+    refuse(server, "INVALID_ARG", f"text_input: {required}", text_input=None, **optional)
 
 
 def test_nan_temperature(server):
@@ -122,6 +124,22 @@ def test_inputs_not_served_are_refused_by_name(server, values):
     refuse(server, "UNSUPPORTED", next(iter(values)), **values)
 
 
+@pytest.mark.parametrize("name", ["beam_width", "num_return_sequences"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_fewer_than_one_sequence_is_refused(server, name, value):
+    refuse(server, "INVALID_ARG", f"{name}: expected 1", f"got {value}", **{name: value})
+
+
+def test_an_end_id_out_of_range_is_refused_by_name(server):
+    for value in (1000, 2**31 - 1):
+        refuse(server, "INVALID_ARG", "end_id", f"got {value}", "below 1000", end_id=value)
+    for value in (-2, -(2**31)):
+        refuse(server, "INVALID_ARG", "end_id", f"got {value}", "-1 for none", end_id=value)
+    text = {"text_input": b"a b", "max_tokens": 1, "exclude_input_in_output": True}
+    assert ask(server.address.grpc_url, end_id=-1, **text).text == "a "
+    assert ask(server.address.grpc_url, end_id=999, **text).text == "a "
+
+
 def test_inputs_not_served_pass_when_they_change_nothing(server):
     values = {"beam_width": 1, "num_return_sequences": 1, "guided_decoding_guide": b""}
     values |= {"lora_task_id": 0, "embedding_bias_words": [b""], "pad_id": 2}
@@ -132,8 +150,8 @@ def test_c53_prompt_longer_than_the_maximum(server):
     exact = b"w " * 511
     values = {"max_tokens": 1, "exclude_input_in_output": True}
     assert ask(server.address.grpc_url, text_input=exact, **values).text == "w "
-    refuse(server, "INVALID_ARG", "512", "511", text_input=b"w " * 512)
-    refuse(server, "INVALID_ARG", "5120", "511", text_input=b"w " * 5120)
+    refuse(server, "INVALID_ARG", "text_input", "512", "511", text_input=b"w " * 512)
+    refuse(server, "INVALID_ARG", "text_input", "5120", "511", text_input=b"w " * 5120)
 
 
 def test_c55_empty_row_in_a_batch(server):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from granikv.attention import cpu, reference
+from granikv.attention import cpu, native, reference
 from granikv.attention.cpu import CpuAttention
 from granikv.attention.plan_parts import split_runs
 from granikv.config import ModelConfig
@@ -154,7 +154,7 @@ class Bench:
         return out
 
     def check(self, rows: list[Row], variant: HotVariant) -> torch.Tensor:
-        """Both implementations against dense attention; returns the output [T, Hq * D]."""
+        """All implementations against dense attention; returns the output [T, Hq * D]."""
         for r in rows:
             ends = len(r.all_slots) if r.seen is None else r.seen
             known = torch.from_numpy(r.all_slots[: ends - max(1, r.num_new)]).long()
@@ -169,13 +169,16 @@ class Bench:
         twin = reference.attention_step(
             q, k, v, twin_k, twin_v, self.request_slots, plan, DIM**-0.5
         )
-        attention = CpuAttention(self.config, self.k, self.v, self.request_slots)
-        attention.prepare(plan)
-        got = attention.run(1, q, k, v)
+        outs = {"twin": twin}
+        for kernel in ("torch", *(["native"] if native.library() else [])):
+            attention = CpuAttention(self.config, self.k, self.v, self.request_slots)
+            attention.use_native = kernel == "native"
+            attention.prepare(plan)
+            outs[kernel] = got = attention.run(1, q, k, v)
+            assert got.shape == (total, self.hq * DIM)
         want = self.dense(rows, q)
-        assert got.shape == (total, self.hq * DIM)
         if total:
-            for name, out in (("twin", twin), ("cpu", got)):
+            for name, out in outs.items():
                 error = (out.double() - want).abs()
                 worst = np.unravel_index(int(error.nan_to_num(9.9).argmax()), error.shape)
                 assert torch.isfinite(out).all() and error.max() < 5e-6, (name, worst)

@@ -126,6 +126,17 @@ def test_cache_bench_finds_at_least_what_pages_find():
     assert case.ratio >= 1.0
 
 
+def test_a_cache_that_holds_no_request_is_refused():
+    from granikv.bench.cache import run_cache_bench
+
+    requests = (TraceRequest(0.0, 64, 10, (0, 1, 2, 3)), TraceRequest(1.0, 32, 8, (0, 1)))
+    trace = Trace("t", 16, requests)
+    with pytest.raises(InvalidArgument, match="capacity_tokens: expected at least 41.*got 40"):
+        run_cache_bench(trace, ReplayConfig(capacity_tokens=40))
+    (case,) = run_cache_bench(trace, ReplayConfig(capacity_tokens=64))
+    assert (case.metrics["admitted"], case.metrics["rejected"]) == (1, 1)
+
+
 def test_our_uniform_layout_finds_what_pages_find():
     from granikv.bench.granikv_cache import ManagedCache
 

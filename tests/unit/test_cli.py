@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,9 @@ from typer.testing import CliRunner
 from granikv import chat, inspection
 from granikv.cli import app
 from granikv.errors import InvalidArgument, Unavailable
+from granikv.outputs import check_output_file
 
+TRACE = str(Path(__file__).resolve().parents[1] / "fixtures" / "agents_block512.jsonl")
 COMMANDS = typer.main.get_command(app)
 LEAVES = {
     **{n: c for n, c in COMMANDS.commands.items() if n != "bench"},
@@ -67,13 +70,99 @@ def test_version():
         ("bench decode --batch 1 --set num_threads=99999", 2, "num_threads"),
         ("bench serve --prefix-len 1", 2, "prefix_len"),
         ("bench serve --set dtype=3", 2, "dtype"),
+        ("bench serve --set max_seq_len=64", 2, "at most 64 tokens together"),
+        ("bench serve --set prefix_layout=uniform", 2, "both layouts are measured"),
+        ("bench decode --set prefix_layout=uniform", 2, "both layouts are measured"),
+        ("bench decode --batch 1 --set dtype=int3", 2, "dtype"),
+        ("bench decode --batch 1 --prefix-len 9000", 2, "at most 8192 tokens"),
+        ("bench decode --batch 1 --set capacity_tokens=100", 2, "at most 95 tokens"),
+        ("bench host --num-groups 9 --num-requests 8", 2, "num_groups"),
+        (f"bench cache --trace {TRACE} --capacity-tokens 64", 2, "capacity_tokens"),
+        ("inspect --url 127.0.0.1:99999", 2, "port 1 to 65535"),
+        ("inspect --url 127.0.0.1:0", 2, "port 1 to 65535"),
+        ("chat --url 127.0.0.1:99999", 2, "port 1 to 65535"),
+        ("chat --url nonsense", 2, "host:port"),
+        ("demo --out {file}", 2, "--out"),
+        ("demo --out {file}/below", 2, "--out"),
+        ("calibrate --output {folder}", 2, "--output: expected a file, not a folder"),
+        ("calibrate --output {folder}/no/profile", 2, "--output: expected a file in a folder"),
+        ("serve --log {folder}", 2, "log: expected a file, not a folder"),
     ],
 )
-def test_bad_input_is_one_clear_error(arguments, code, words):
-    result = run(*arguments.split())
+def test_bad_input_is_one_clear_error(arguments, code, words, tmp_path):
+    (tmp_path / "file").write_text("")
+    places = {"file": str(tmp_path / "file"), "folder": str(tmp_path)}
+    result = run(*arguments.format(**places).split())
     assert result.exit_code == code and isinstance(result.exception, SystemExit)
     assert words in result.output + result.stderr
     assert "Traceback" not in result.output + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("dtype=int3", ("dtype", "'int3'", "float32")),
+        ("dtype=float16", ("dtype", "'float16'", "float32")),
+        ("device=tpu", ("device", "'tpu'", "cpu")),
+        ("profile=/nowhere", ("profile", "/nowhere")),
+        ("profile={file}", ("profile", "{file}", "readable")),
+        ("max_seq_len=8193", ("max_seq_len", "8193", "0 to 8192")),
+        ("max_seq_len=99999999999999", ("max_seq_len", "99999999999999", "0 to ")),
+        ("max_seq_len=-1", ("max_seq_len", "-1", "0 to ")),
+        ("capacity_tokens=2000000000", ("capacity_tokens", "2000000000", "at most")),
+        ("max_requests=100000", ("max_requests", "100000", "1 to 65536")),
+        ("max_num_batched_tokens=2000000000", ("max_num_batched_tokens", "1 to 1048576")),
+        ("recency_window_s=NaN", ("recency_window_s", "nan", "seconds")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("command", ["inspect", "serve", "bench decode --batch 1", "bench serve"])
+def test_a_bad_setting_is_refused_by_every_command_alike(
+    monkeypatch, tmp_path, command, setting, words
+):
+    def popen(command, *_, **__):
+        raise AssertionError(f"started {command}")
+
+    monkeypatch.setattr("granikv.serving.launcher.subprocess.Popen", popen)
+    (tmp_path / "file").write_text("[1, 2]")
+    file = str(tmp_path / "file")
+    result = run(*command.split(), "--set", setting.format(file=file))
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
+    (line,) = result.stderr.splitlines()
+    for word in words:
+        assert word.format(file=file) in line
+
+
+def test_a_bad_variable_is_refused_before_a_demo_starts_servers(monkeypatch, tmp_path):
+    monkeypatch.setattr("granikv.serving.launcher.subprocess.Popen", None)
+    result = run("demo", "--out", str(tmp_path), env={"GRANIKV_LOG_PLAN": "maybe"})
+    assert result.exit_code == 2 and "GRANIKV_LOG_PLAN: expected 0 or 1" in result.stderr
+
+
+BENCHES = [name for name in sorted(LEAVES) if name.startswith("bench ")]
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_a_result_file_that_cannot_be_written_is_refused_at_once(name, tmp_path):
+    needed = ["--trace", TRACE] if name == "bench cache" else []
+    (tmp_path / "file").write_text("kept")
+    for path, words in (
+        (tmp_path, "a file, not a folder"),
+        (tmp_path / "no" / "out.json", "a file in a folder that exists"),
+        (tmp_path / "file" / "out.json", "a file in a folder that exists"),
+        ("/proc/out.json", "a file that can be written"),
+    ):
+        result = run(*name.split(), *needed, "--json", str(path))
+        assert result.exit_code == 2 and f"--json: expected {words}" in result.stderr
+        assert result.stdout == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_checking_a_result_file_changes_nothing(tmp_path):
+    (tmp_path / "old").write_text("kept")
+    for name in ("old", "new"):
+        check_output_file("--json", tmp_path / name)
+    assert (tmp_path / "old").read_text() == "kept" and not (tmp_path / "new").exists()
 
 
 def test_bench_attention_needs_a_gpu(monkeypatch):

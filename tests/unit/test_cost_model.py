@@ -11,6 +11,7 @@ from granikv.calibration import measure_cpu_profile
 from granikv.config import ModelConfig
 from granikv.cost_model import CostModel, Grid
 from granikv.errors import InvalidArgument
+from granikv.gpu_cost_model import GpuCostModel
 
 MODEL = ModelConfig("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192)
 ROWS, HOT, COLD = [1, 4, 16, 64], [64, 256, 1024, 4096], [16, 64, 256]
@@ -91,6 +92,32 @@ def test_given_and_shipped_profiles(tmp_path):
     path.write_text(json.dumps(profile()))
     assert CostModel.load(str(path), MODEL).hot_us("gemm", 1, 64) == pytest.approx(63.84)
     assert CostModel.load("default", MODEL).hot_us("cascade", 16, 4096) > 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"[1, 2]", b"\xff\xfe", b"{}", b'{"version": 1}',
+        json.dumps(profile() | {"heads": 3}).encode(),
+        json.dumps(profile() | {"heads": [0, 0, 0]}).encode(),
+        json.dumps(profile() | {"rows": "few"}).encode(),
+        json.dumps(profile() | {"merge_us": [1.0]}).encode(),
+        json.dumps(profile() | {"gflops": 0}).encode(),
+        json.dumps({k: v for k, v in profile().items() if k != "read_gb_per_s"}).encode(),
+        json.dumps(profile() | {"cold_us": [[float("nan")] * 3] * 4}).encode(),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_profile_is_refused_when_it_is_read(tmp_path, content):
+    path = tmp_path / "profile.json"
+    path.write_bytes(content)
+    with pytest.raises(InvalidArgument, match=f"profile: .*got '{path}'"):
+        CostModel.load(str(path), MODEL)
+    with pytest.raises(InvalidArgument, match=f"profile: .*got '{path}'"):
+        GpuCostModel.load(str(path), MODEL, 2, "")
+
+
+def test_the_shipped_profile_of_a_gpu_is_called_default_as_well():
+    assert GpuCostModel.load("default", MODEL, 2, "no such GPU").profile["gemm_tflops"] > 0
 
 
 def test_profile_is_measured_once_and_cached(tmp_path, monkeypatch):

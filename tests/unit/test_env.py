@@ -48,6 +48,11 @@ def test_settings_read_the_table():
         read_settings({}, {"GRANIKV_ENGINE_CONFIG": '{"no_such_field": 3}'})
 
 
+def test_a_default_is_the_readers_own():
+    env.read("GRANIKV_ENGINE_CONFIG", {})["dtype"] = "int3"
+    assert env.read("GRANIKV_ENGINE_CONFIG", {}) == {}
+
+
 def test_unknown_names_are_found():
     assert env.unknown({"GRANIKV_LOGPLAN": "1", "GRANIKV_LOG_PLAN": "1"}) == ["GRANIKV_LOGPLAN"]
 

@@ -8,7 +8,7 @@ import torch
 
 from granikv.config import EngineConfig, ModelConfig
 from granikv.core import ColdItem, Count, Move, SpanKind, StepOutput, StepPlan
-from granikv.errors import InvalidArgument, Unavailable
+from granikv.errors import InvalidArgument
 from granikv.executor.torch_executor import TorchExecutor
 
 MODEL = ModelConfig("llama", 2, 16, 16, 4, 2, 8, 23, 64)
@@ -148,8 +148,8 @@ def test_step_without_samples():
 
 
 def test_arena_that_does_not_fit_says_what_would():
-    config = EngineConfig(capacity_tokens=10**12)
-    with pytest.raises(Unavailable, match="set capacity_tokens to"):
+    config = EngineConfig(capacity_tokens=2**31 - 1)
+    with pytest.raises(InvalidArgument, match="capacity_tokens: expected at most"):
         TorchExecutor(config, TinyDecoder(), GreedySampler())
 
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from helpers import TINY_VOCAB, dense_attend, make_tiny_hf  # noqa: E402
 
 from granikv.errors import InvalidArgument, ModelFileError, Unsupported  # noqa: E402
-from granikv.models import ARCHITECTURES, embedded, load_model  # noqa: E402
+from granikv.models import ARCHITECTURES, check_weights, embedded, load_model  # noqa: E402
 from granikv.models.gguf_loader import GGUFFile, unpermute_rows  # noqa: E402
 
 TOLERANCE = 1e-3
@@ -87,6 +87,23 @@ def test_sharded_index(tmp_path):
     (folder / "part-1.safetensors").unlink()
     with pytest.raises(ModelFileError, match="part-1.safetensors.*missing"):
         load_model(folder)
+
+
+def test_headers_alone_tell_of_missing_and_misshapen_tensors(tmp_path, monkeypatch):
+    from safetensors.torch import load_file, save_file
+
+    folder = make_tiny_hf(tmp_path)
+    monkeypatch.setattr("granikv.models.weights._Shards.get", None)  # no values are read
+    check_weights(folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    save_file(tensors | {name: tensors[name][:, :5].contiguous()}, folder / "model.safetensors")
+    with pytest.raises(ModelFileError, match=f"{name}: expected shape .*48, 80.* got .*48, 5"):
+        check_weights(folder)
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelFileError, match=f"{name} .*missing"):
+        check_weights(folder)
 
 
 def test_rows_of_several_sequences_in_one_step(tmp_path):

@@ -1,0 +1,178 @@
+"""The compiled CPU kernel: built with the machine's C++ compiler at first use, kept in the cache.
+
+It attends a shared prefix for all its rows at once, and scattered slots without a gather. It is
+loaded beside torch and runs on torch's OpenMP threads. Without a compiler, or with
+GRANIKV_NATIVE=0, `library` is None and torch's operators do the same work.
+It knows nothing of plans: cpu.py decides which spans come here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from granikv import env
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).parent / "spans.cpp"
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp")
+MAX_HEAD_DIM = 256
+BUILD_TIMEOUT_S = 120
+
+TASK = np.dtype(
+    [
+        (name, np.int64)
+        for name in ("start", "length", "rows", "num_rows", "head", "first_part", "slots")
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens that every one of `rows` sees: the run from `start` on, or `slots`.
+
+    rows: int64 [R]; slots: int32 [length] or None. length is a multiple of num_splits (1 for
+    slots); split i of row r gives part first_part + i * R + r.
+    """
+
+    rows: np.ndarray
+    length: int
+    first_part: int
+    start: int = 0
+    num_splits: int = 1
+    slots: np.ndarray | None = None
+
+
+class Heads(ctypes.Structure):
+    _fields_ = (
+        ("num_kv_heads", ctypes.c_int32),
+        ("group_size", ctypes.c_int32),
+        ("dim", ctypes.c_int32),
+        ("sm_scale", ctypes.c_float),
+    )
+
+
+class Spans:
+    """Spans of one step, ready for all its layers."""
+
+    def __init__(self, library: ctypes.CDLL, heads: Heads, spans: Sequence[Span]):
+        self._call, self._heads = library.granikv_spans, heads
+        self._arrays: list[np.ndarray] = []  # the tasks point into them
+        tasks = [self._tasks_of(span) for span in spans]
+        self._tasks = np.concatenate(tasks) if tasks else np.empty(0, TASK)
+        work = self._tasks["length"] * self._tasks["num_rows"]
+        self._tasks = self._tasks[np.argsort(-work, kind="stable")]  # the short ones fill the end
+
+    def _tasks_of(self, span: Span) -> np.ndarray:
+        heads, splits = self._heads.num_kv_heads, span.num_splits
+        tasks = np.zeros((splits, heads), TASK)
+        length, split = span.length // splits, np.arange(splits)[:, None]
+        tasks["start"] = span.start + split * length
+        tasks["length"], tasks["num_rows"] = length, len(span.rows)
+        tasks["rows"] = self._address(span.rows, np.int64)
+        tasks["head"] = np.arange(heads)
+        tasks["first_part"] = span.first_part + split * len(span.rows)
+        if span.slots is not None:
+            tasks["slots"] = self._address(span.slots, np.int32)
+        return tasks.ravel()
+
+    def _address(self, array: np.ndarray, dtype: type) -> int:
+        self._arrays.append(np.ascontiguousarray(array, dtype))
+        return self._arrays[-1].ctypes.data
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_layer: torch.Tensor,
+        v_layer: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """q [T, Hq, D], k_layer and v_layer [capacity, Hkv, D] -> o [parts, Hq, D] and natural
+        lse [parts, Hq], at the spans' parts; all float32 and contiguous."""
+        pointers = (ctypes.c_void_p(x.data_ptr()) for x in (q, k_layer, v_layer, o, lse))
+        self._call(
+            ctypes.c_void_p(self._tasks.ctypes.data),
+            ctypes.c_int64(len(self._tasks)),
+            ctypes.byref(self._heads),
+            *pointers,
+            torch.get_num_threads(),
+        )
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The loaded kernel, or None where it cannot be built or is switched off."""
+    if not env.read("GRANIKV_NATIVE"):
+        return None
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        log.info("no C++ compiler: shared prefixes are attended by torch alone")
+        return None
+    try:
+        loaded = ctypes.CDLL(str(_built(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        text = getattr(error, "stderr", None) or str(error)
+        log.warning(
+            "the CPU kernel could not be built, torch alone attends: %s", text.strip()[-500:]
+        )
+        return None
+    loaded.granikv_spans.restype = None
+    return loaded
+
+
+def _built(compiler: str) -> Path:
+    """The shared library for this source, compiler and processor; compiled if not in the cache."""
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, check=True, timeout=30
+    ).stdout
+    key = (SOURCE.read_text(), *FLAGS, version, _processor(), torch.__version__)
+    name = f"spans-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
+    folder = Path.home() / ".cache" / "granikv"
+    if (folder / name).is_file():
+        return folder / name
+    try:
+        return _build(compiler, folder, name)
+    except OSError as error:
+        log.warning("the CPU kernel could not be cached in %s: %s", folder, error)
+        return _build(compiler, Path(tempfile.mkdtemp(prefix="granikv-")), name)
+
+
+def _build(compiler: str, folder: Path, name: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, partial = tempfile.mkstemp(suffix=".so", dir=folder)
+    os.close(handle)
+    try:
+        subprocess.run(
+            [compiler, *FLAGS, "-shared", "-fPIC", "-o", partial, str(SOURCE)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=BUILD_TIMEOUT_S,
+        )
+        os.replace(partial, folder / name)
+    finally:
+        Path(partial).unlink(missing_ok=True)
+    return folder / name
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return "".join(sorted({x for x in lines if x.startswith(("flags", "Features", "model name"))}))

@@ -1,0 +1,202 @@
+"""The folder where launcher, stub and engine process find each other: pid files, sockets, a lock.
+
+The launcher keeps a file of it locked. However the launcher dies, the system drops the lock; the
+stub waits for that, so no server outlives its launcher. A lock is not a pid: it cannot be used
+again by another process, and the thread that started the server may end before the launcher does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from granikv import env
+from granikv.errors import InvalidArgument
+
+LOCK = "launcher.lock"
+FAILURE = "stub.failure"
+STATE_FILES = ("stub.pid", "engine.pid", "engine.drained", FAILURE)
+LINKS = "home"  # of the server's backend; see tritonserver.py
+LONGEST_SOCKET = "/e4194304.out"  # engine_client.py
+MAX_SOCKET_PATH = 107  # bytes, of a Unix socket
+CLAIM_TIMEOUT_S = 5.0  # what a killed launcher left may need a moment to go
+
+
+class RunDir:
+    """One launcher's folder; it keeps the lock until `close`.
+
+    wanted: made if missing, and kept; None: a temporary one. Raises InvalidArgument when the
+    folder cannot be used or another launcher has it.
+    """
+
+    def __init__(self, wanted: Path | None = None):
+        self.is_temporary = wanted is None
+        self.path = Path(wanted or tempfile.mkdtemp(prefix="granikv_")).absolute()
+        self.lock_path = self.path / LOCK
+        if len(os.fsencode(f"{self.path}{LONGEST_SOCKET}")) > MAX_SOCKET_PATH:
+            limit = MAX_SOCKET_PATH - len(LONGEST_SOCKET)
+            raise InvalidArgument("GRANIKV_RUN_DIR", str(wanted), f"at most {limit} bytes of path")
+        deadline = time.monotonic() + CLAIM_TIMEOUT_S
+        while True:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._lock = lock_file(self.lock_path)
+                break
+            except OSError as error:
+                if not isinstance(error, BlockingIOError) or time.monotonic() > deadline:
+                    problem = error.strerror
+                    expected = f"a folder to write in that no other launcher has ({problem})"
+                    raise InvalidArgument("GRANIKV_RUN_DIR", str(wanted), expected) from None
+            time.sleep(0.1)
+        self.clean()
+
+    def note(self, shm_prefix: str) -> None:
+        """What the stub has to remove when the launcher is gone."""
+        self._lock.truncate(0)
+        json.dump({"shm_prefix": shm_prefix, "is_temporary": self.is_temporary}, self._lock)
+        self._lock.flush()
+
+    def read_pid(self, name: str) -> int | None:
+        """name: "stub" or "engine"; None before it has started."""
+        try:
+            return int((self.path / f"{name}.pid").read_text())
+        except (OSError, ValueError):
+            return None
+
+    def failure(self) -> str:
+        """Why the model could not be loaded, as the stub said; "" when it said nothing."""
+        try:
+            return (self.path / FAILURE).read_text().strip()
+        except OSError:
+            return ""
+
+    def clean(self) -> None:
+        """Removes what a server's processes left."""
+        remove_state(self.path)
+
+    def close(self) -> None:
+        remove_folder(self.path, self.is_temporary)
+        self._lock.close()
+
+
+def lock_file(path: Path) -> TextIO:
+    """The file, opened and locked. Raises BlockingIOError when another process has the lock."""
+    file = path.open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def remove_state(path: Path) -> None:
+    sockets = (file for suffix in ("in", "out") for file in path.glob(f"e[0-9]*.{suffix}"))
+    for file in (*(path / name for name in STATE_FILES), *sockets):
+        file.unlink(missing_ok=True)
+
+
+def remove_folder(path: Path, is_temporary: bool) -> None:
+    """A folder that the user named stays, with the lock: two files of one name would be two locks."""
+    if is_temporary:
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    remove_state(path)
+    shutil.rmtree(path / LINKS, ignore_errors=True)
+
+
+def remove_shared_memory(prefix: str) -> None:
+    """prefix: of a server's file names; "" for none."""
+    for path in Path("/dev/shm").glob(f"{prefix}*") if prefix else ():
+        path.unlink(missing_ok=True)
+
+
+# --- in the stub and in the engine process
+
+
+def end_with_launcher() -> None:
+    """Ends server, stub and engine process when the launcher that started them is gone.
+
+    For the stub and for the engine process: each may be dead or stuck when the launcher dies.
+    Without a launcher of ours (GRANIKV_LAUNCHER_LOCK not set) it does nothing.
+    """
+    lock = env.read("GRANIKV_LAUNCHER_LOCK")
+    if lock is None:
+        return
+    pids = up_to_server()
+    try:
+        file = lock.open()
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:  # as it should be: the launcher has it
+        threading.Thread(target=_wait_and_end, args=(file, pids), daemon=True).start()
+    except OSError:  # removed
+        _end(pids, "")
+    else:
+        _wait_and_end(file, pids)
+
+
+def up_to_server() -> list[int]:
+    """This process and its parents up to the server; this one alone when there is no server."""
+    pids = [os.getpid()]
+    while (parent := _name_and_parent(pids[-1])[1]) > 1:
+        pids.append(parent)
+        if _name_and_parent(parent)[0].startswith("tritonserver"):
+            return pids
+    return pids[:1]
+
+
+def _name_and_parent(pid: int) -> tuple[str, int]:
+    """("", 0) for a process that is gone."""
+    try:
+        before, after = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)
+    except OSError:
+        return "", 0
+    return before.partition("(")[2], int(after.split()[1])
+
+
+def _wait_and_end(file: TextIO, pids: list[int]) -> None:
+    """`pids` as from up_to_server. The lock is held to the end: the folder is not free before."""
+    fcntl.flock(file, fcntl.LOCK_SH)
+    remove = ""
+    with contextlib.suppress(ValueError, KeyError):
+        note = json.load(file)
+        folder = shlex.quote(str(Path(file.name).parent))
+        names = f"{' '.join(STATE_FILES)} e[0-9]*.in e[0-9]*.out"
+        files = f"cd {folder} && rm -rf {names} {LINKS}"
+        remove = f"rm -f /dev/shm/{shlex.quote(note['shm_prefix'])}*; "
+        remove += f"rm -rf {folder}" if note["is_temporary"] else files
+    _end(pids, remove, file.fileno())
+
+
+def _end(pids: list[int], remove: str, *descriptors: int) -> None:
+    """By a shell: without its server the stub may hang with Python's lock held, and what is removed
+    must not come again."""
+    is_child = [_name_and_parent(pid)[1] == parent for pid, parent in itertools.pairwise(pids)]
+    targets = [pids[0], *itertools.compress(pids[1:], is_child)]  # else the number may be another's
+    script = f"kill -9 {' '.join(map(str, reversed(targets)))}; sleep 0.3; {remove}"
+    subprocess.Popen(["/bin/sh", "-c", script], pass_fds=descriptors, start_new_session=True).wait()
+
+
+@contextlib.contextmanager
+def failure_for_launcher() -> Iterator[None]:
+    """Leaves the error of a failed load where the launcher reads it."""
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            folder = env.read("GRANIKV_RUN_DIR")
+            if folder is not None:
+                (folder / FAILURE).write_text(f"{error}\n")
+        raise

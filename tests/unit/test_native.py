@@ -1,0 +1,125 @@
+"""The compiled CPU kernel against float64, its build and what happens without a compiler."""
+
+import ctypes
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from granikv.attention import native
+from granikv.attention.native import Heads, Span, Spans
+
+needs_compiler = pytest.mark.skipif(
+    native.library() is None, reason="no C++ compiler found: install g++ to build the CPU kernel"
+)
+
+
+@pytest.fixture
+def fresh_library(monkeypatch, tmp_path):
+    """library() starts anew, with an empty home; the process's own kernel stays loaded."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    native.library.cache_clear()
+    yield tmp_path
+    native.library.cache_clear()
+
+
+def state(q, k, v, scale):
+    """float64 (o, natural lse) of q [D] over k, v [N, D]."""
+    scores = k.double() @ q.double() * scale
+    return scores.softmax(0) @ v.double(), torch.logsumexp(scores, 0)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "num_kv_heads, group, dim", [(3, 3, 64), (1, 1, 16), (2, 5, 20), (1, 16, 96), (2, 7, 128), (1, 2, 256)]
+)  # fmt: skip
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 11, 17])
+def test_spans_equal_float64(num_kv_heads, group, dim, num_rows):
+    rng = np.random.default_rng(num_rows)
+    generator = torch.Generator().manual_seed(num_rows)
+    heads = num_kv_heads * group
+    k = torch.full((400, num_kv_heads, dim), float("nan"))  # whatever a span does not name
+    v = k.clone()
+    rows = rng.permutation(num_rows + 3)[:num_rows]
+    q = torch.randn(num_rows + 3, heads, dim, generator=generator)
+    own = rng.permutation(np.arange(200, 400))
+    spans, parts, at = [], [], 0
+    for length, splits in ((1, 1), (31, 1), (66, 2), (97, 1)):
+        spans.append(Span(rows, length, at, start=3, num_splits=splits))
+        for i in range(splits):
+            piece = length // splits
+            slots = np.arange(3 + i * piece, 3 + (i + 1) * piece)
+            parts += [(row, slots) for row in rows]
+        at += splits * num_rows
+    for row, length in zip(rows, (1, 7, 8, 40, 33) * 4, strict=False):
+        slots, own = own[: min(length, len(own))], own[length:]
+        if len(slots):
+            spans.append(Span(np.array([row]), len(slots), at, slots=slots))
+            parts.append((row, slots))
+            at += 1
+    for _, slots in parts:
+        for x in (k, v):
+            x[slots] = torch.randn(len(slots), num_kv_heads, dim, generator=generator)
+    o, lse = torch.full((at + 1, heads, dim), 7.0), torch.full((at + 1, heads), 7.0)
+    library, scale = native.library(), 0.3 / dim**0.5
+    Spans(library, Heads(num_kv_heads, group, dim, scale), spans).run(q, k, v, o, lse)
+    for part, (row, slots) in enumerate(parts):
+        for head in range(heads):
+            kv = head // group
+            want_o, want_lse = state(q[row, head], k[slots, kv], v[slots, kv], scale)
+            assert (o[part, head] - want_o).abs().max() < 5e-6, (part, head)
+            assert (lse[part, head] - want_lse).abs() < 5e-6, (part, head)
+    assert (o[at] == 7.0).all() and (lse[at] == 7.0).all(), "a part that no span has was written"
+
+
+@needs_compiler
+def test_scores_far_apart_do_not_overflow():
+    k = torch.zeros(40, 1, 16)
+    k[:, 0, 0] = torch.linspace(-3e4, 3e4, 40)
+    v = torch.arange(40.0).view(40, 1, 1).expand(40, 1, 16).contiguous()
+    q = torch.zeros(2, 1, 16)
+    q[0, 0, 0], q[1, 0, 0] = 1.0, -1.0
+    o, lse = torch.empty(2, 1, 16), torch.empty(2, 1)
+    span = Span(np.arange(2), 40, 0)
+    Spans(native.library(), Heads(1, 1, 16, 1.0), [span]).run(q, k, v, o, lse)
+    assert torch.equal(o[0, 0], torch.full((16,), 39.0))
+    assert o[1, 0].abs().max() < 1e-30
+    assert torch.equal(lse[:, 0], torch.tensor([3e4, 3e4]))
+
+
+@needs_compiler
+def test_the_build_is_kept_and_loaded_again(fresh_library, monkeypatch):
+    assert isinstance(native.library(), ctypes.CDLL)
+    built = list((fresh_library / ".cache" / "granikv").glob("spans-*.so"))
+    assert len(built) == 1
+    monkeypatch.setattr(native, "_build", lambda *args: pytest.fail("compiled again"))
+    native.library.cache_clear()
+    assert isinstance(native.library(), ctypes.CDLL)
+
+
+@needs_compiler
+def test_a_home_that_cannot_be_written_is_no_obstacle(fresh_library, monkeypatch):
+    (fresh_library / ".cache").write_text("a file where the folder should be")
+    assert isinstance(native.library(), ctypes.CDLL)
+
+
+def test_a_failing_compiler_is_told_and_torch_remains(fresh_library, monkeypatch, caplog):
+    broken = fresh_library / "c++"
+    broken.write_text("#!/bin/sh\n[ $1 = --version ] && exit 0\necho no such option >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with caplog.at_level(logging.WARNING):
+        assert native.library() is None
+    assert "could not be built" in caplog.text and "no such option" in caplog.text
+
+
+def test_it_can_be_switched_off(fresh_library, monkeypatch):
+    monkeypatch.setenv("GRANIKV_NATIVE", "0")
+    assert native.library() is None
+
+
+def test_no_compiler_is_no_error(fresh_library, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(fresh_library))
+    assert native.library() is None

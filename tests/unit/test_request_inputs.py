@@ -1,0 +1,67 @@
+"""Refusals in the words of the client: the names of its inputs, not of the engine's fields."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from granikv.bench.host import NullExecutor
+from granikv.config import EngineConfig, ModelConfig
+from granikv.engine import Engine
+from granikv.errors import InvalidArgument, Unsupported
+from granikv.sampling_params import SamplingParams
+from granikv.serving.request_inputs import INPUT_NAMES, in_client_words, read_row
+
+
+def row(**values):
+    tensors = {"text_input": np.array([[b"a"]], object), "max_tokens": np.array([[1]])}
+    return read_row(tensors | {k: np.array([[v]]) for k, v in values.items()}, 0, True)
+
+
+@pytest.mark.parametrize(
+    ("field", "prompt", "name"),
+    [
+        ("prompt", "text", "text_input"),
+        ("prompt", [1, 2], "input_ids"),
+        ("prompt token id", [1, 2], "input_ids"),
+        ("stop_token_ids", "text", "end_id"),
+        ("bad_words_ids", "text", "bad_words"),
+        ("max_tokens", "text", "max_tokens"),
+    ],
+)
+def test_a_refusal_of_the_engine_names_the_input(field, prompt, name):
+    error = in_client_words(InvalidArgument(field, 7, "at most 3"), prompt)
+    assert str(error) == f"{name}: expected at most 3, got 7"
+
+
+def test_the_engine_refuses_with_the_fields_that_are_translated():
+    model = ModelConfig("llama", 2, 64, 64, 4, 2, 16, 32000, 4096)
+    config = EngineConfig(capacity_tokens=512, max_seq_len=64, profile="default")
+    engine = Engine(config, executor=NullExecutor(model))
+    for name, prompt, params in (
+        ("prompt", [1] * 64, SamplingParams(max_tokens=1)),
+        ("prompt token id", [32000], SamplingParams(max_tokens=1)),
+        ("stop_token_ids", [1], SamplingParams(max_tokens=1, stop_token_ids=(32000,))),
+        ("bad_words_ids", [1], SamplingParams(max_tokens=1, bad_words_ids=((32000,),))),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            engine.add_request("r", prompt, params)
+        assert caught.value.name == name and name in INPUT_NAMES
+    engine.close()
+
+
+def test_end_id():
+    assert row(end_id=-1).sampling["ignore_eos"] is True
+    assert row(end_id=0).sampling["stop_token_ids"] == [0]
+    with pytest.raises(InvalidArgument, match="end_id.*-1 for none, got -2"):
+        row(end_id=-2)
+
+
+@pytest.mark.parametrize("name", ["beam_width", "num_return_sequences"])
+def test_numbers_of_sequences(name):
+    assert row(**{name: 1}).text == "a"
+    with pytest.raises(Unsupported, match=name):
+        row(**{name: 2})
+    for value in (0, -1):
+        with pytest.raises(InvalidArgument, match=f"{name}: expected 1.*got {value}"):
+            row(**{name: value})
