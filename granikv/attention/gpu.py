@@ -7,6 +7,7 @@ graph serves every plan with the same `graph_key`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,13 @@ from granikv.attention.kernels.hot import EVERY_VARIANT, hot_prefix_attention
 from granikv.attention.kernels.merge import merge_states
 from granikv.attention.kernels.small import small_step_attention
 from granikv.attention.variants import (
+    FIRST_WITH_DEPENDENT_LAUNCHES,
     LAYOUTS,
     AttentionShape,
     HotTile,
     Layout,
     extend_tile,
+    takes_descriptors,
 )
 from granikv.config import ModelConfig
 from granikv.core import PLAN_FIELDS, Count, HotVariant, PlanCapacities, SpanKind, StepPlan
@@ -67,11 +70,14 @@ class GpuAttention:
         self.device = k_arena.device
         self.on_gpu = self.device.type == "cuda"
         self.num_sms = 1
+        self.capability = 0  # major * 10 + minor; 0 without a GPU
         if self.on_gpu:
-            self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        # dependent launches need sm_90
-        self.pdl = self.on_gpu and torch.cuda.get_device_capability(self.device) >= (9, 0)
-        self.pdl = self.pdl if pdl is None else pdl
+            properties = torch.cuda.get_device_properties(self.device)
+            self.num_sms = properties.multi_processor_count
+            self.capability = properties.major * 10 + properties.minor
+            shared = properties.shared_memory_per_block_optin
+            self.shape = replace(self.shape, shared_memory_bytes=shared)
+        self.pdl = self.capability >= FIRST_WITH_DEPENDENT_LAUNCHES if pdl is None else pdl
         self.capacities = capacities or default_capacities(request_slots.shape[0], self.shape)
         self._make_buffers()
         self.rope: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -175,8 +181,8 @@ class GpuAttention:
     def _make_descriptors(self, tile: HotTile) -> None:
         """Descriptors of every layer's K and V for the tile's blocks, once per block size."""
         block_n = tile.fit(self.shape).block_n
-        if not self.on_gpu or self.shape.head_dim != self.shape.block_d:
-            return  # the padding of a head would read the next one
+        if not takes_descriptors(tile, self.shape, self.capability):
+            return
         if block_n not in self._descriptors:
             self._descriptors[block_n] = [
                 tuple(
