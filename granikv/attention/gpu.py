@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from granikv.attention.kernels.append import append_kv
@@ -75,8 +76,8 @@ class GpuAttention:
             properties = torch.cuda.get_device_properties(self.device)
             self.num_sms = properties.multi_processor_count
             self.capability = properties.major * 10 + properties.minor
-            shared = properties.shared_memory_per_block_optin
-            self.shape = replace(self.shape, shared_memory_bytes=shared)
+            limits = driver.active.utils.get_device_properties(self.device.index)
+            self.shape = replace(self.shape, shared_memory_bytes=limits["max_shared_mem"])
         self.pdl = self.capability >= FIRST_WITH_DEPENDENT_LAUNCHES if pdl is None else pdl
         self.capacities = capacities or default_capacities(request_slots.shape[0], self.shape)
         self._make_buffers()
