@@ -102,6 +102,13 @@ class Heads:
         )
 
 
+def key_of(build: KernelBuild, element: str, capability: int) -> str:
+    """Name of the cubin of `build`."""
+    said = [build.name, build.signature(element), build.constants, build.options]
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+    return f"sm{capability}-{build.name}-{digest}"
+
+
 @dataclass(frozen=True)
 class Job:
     """One cubin: a `*_build` function, its arguments, the element type, the architecture."""
@@ -117,10 +124,7 @@ class Job:
     @property
     def key(self) -> str:
         """Equal for jobs that give the same cubin; a file name."""
-        build = self.build()
-        said = [build.name, build.signature(self.element), build.constants, build.options]
-        digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
-        return f"sm{self.capability}-{build.name}-{digest}"
+        return key_of(self.build(), self.element, self.capability)
 
 
 @dataclass

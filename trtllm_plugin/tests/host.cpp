@@ -1,0 +1,96 @@
+// Drives the plugin library through its life as TensorRT does, without TensorRT.
+//
+//   host LIBRARY creators                       creators and their fields
+//   host LIBRARY create PLUGIN name=i32:5 ...   create, clone, serialise, create again
+//   host LIBRARY run FOLDER                     a whole life with one step; see run_step.h
+//
+// Prints "key value" lines; exit status 1 with the reason on stderr.
+
+#include <iostream>
+
+#include "plugin_life.h"
+#include "run_step.h"
+
+namespace {
+
+using namespace host;
+
+std::string errorsOf(Library& library) {
+    std::string text;
+    for (auto const& line : library.logger.errors) text += (text.empty() ? "" : " | ") + line;
+    return text;
+}
+
+void printCreators(Library& library) {
+    for (auto* creator : library.creators) {
+        std::cout << "creator " << creator->getPluginNamespace() << "::" << creator->getPluginName()
+                  << " version " << creator->getPluginVersion() << " fields";
+        auto const* fields = creator->getFieldNames();
+        for (int32_t i = 0; i < fields->nbFields; ++i)
+            std::cout << ' ' << fields->fields[i].name << ':'
+                      << static_cast<int32_t>(fields->fields[i].type);
+        std::cout << '\n';
+    }
+}
+
+void printFields(char const* key, nvinfer1::IPluginV3& plugin) {
+    auto const* fields = Library::runtime(plugin).getFieldsToSerialize();
+    std::cout << key;
+    for (int32_t i = 0; i < fields->nbFields; ++i) {
+        auto const& field = fields->fields[i];
+        std::cout << ' ' << field.name << '=';
+        if (field.type == nvinfer1::PluginFieldType::kINT32)
+            std::cout << *static_cast<int32_t const*>(field.data);
+        else
+            std::cout << *static_cast<float const*>(field.data);
+    }
+    std::cout << '\n';
+}
+
+void createOnly(Library& library, std::string const& name, int count, char** arguments) {
+    Fields fields;
+    for (int i = 0; i < count; ++i) {
+        std::string const text = arguments[i];
+        size_t const equals = text.find('=');
+        fields.parse(text.substr(0, equals), text.substr(equals + 1));
+    }
+    Plugin const made = library.create(name, fields, nvinfer1::TensorRTPhase::kBUILD);
+    if (!made) throw std::runtime_error(errorsOf(library));
+    Plugin const copy(made->clone());
+    printFields("fields", *copy);
+    Plugin const loaded = library.reload(*copy, name);
+    if (!loaded) throw std::runtime_error(errorsOf(library));
+    printFields("reloaded", *loaded);
+    auto& core = *static_cast<nvinfer1::IPluginV3OneCore*>(
+        loaded->getCapabilityInterface(nvinfer1::PluginCapabilityType::kCORE));
+    std::cout << "core " << core.getPluginNamespace() << "::" << core.getPluginName() << " version "
+              << core.getPluginVersion() << '\n';
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+    try {
+        if (count < 3) throw std::runtime_error("usage: host LIBRARY creators | create | run ...");
+        Library library(arguments[1]);
+        std::string const what = arguments[2];
+        if (what == "creators") {
+            printCreators(library);
+        } else if (what == "create" && count >= 4) {
+            createOnly(library, arguments[3], count - 4, arguments + 4);
+        } else if (what == "run" && count == 4) {
+            host::Step step(library, arguments[3]);
+            try {
+                step.run();
+            } catch (std::exception const& error) {
+                throw std::runtime_error(std::string(error.what()) + ": " + errorsOf(library));
+            }
+        } else {
+            throw std::runtime_error("unknown command " + what);
+        }
+        return 0;
+    } catch (std::exception const& error) {
+        std::cerr << error.what() << '\n';
+        return 1;
+    }
+}
