@@ -57,6 +57,8 @@ Kernel loadKernel(Driver const& driver, int32_t index) {
     check(driver, driver.cuModuleGetFunction(&kernel.function, module, kernel.cubin->kernel),
           "cuModuleGetFunction");
     checkParameters(driver, kernel);
+    // a first launch inside a capture must not have to load it
+    if (driver.cuFuncLoad) check(driver, driver.cuFuncLoad(kernel.function), "cuFuncLoad");
     if (kernel.cubin->shared_bytes > kDefaultSharedBytes) {
         check(driver, driver.cuFuncSetCacheConfig(kernel.function, CU_FUNC_CACHE_PREFER_SHARED),
               "cuFuncSetCacheConfig");

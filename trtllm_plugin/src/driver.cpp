@@ -29,6 +29,7 @@ Found load() {
     GRANIKV_DRIVER_FUNCTIONS(GRANIKV_FIND)
 #undef GRANIKV_FIND
     find("cuFuncGetParamInfo", found.driver.cuFuncGetParamInfo);
+    find("cuFuncLoad", found.driver.cuFuncLoad);
     if (found.error.empty()) {
         CUresult const result = found.driver.cuInit(0);
         if (result != CUDA_SUCCESS) {

@@ -13,12 +13,9 @@ namespace granikv {
     X(cuDeviceGet, "cuDeviceGet") \
     X(cuDeviceGetAttribute, "cuDeviceGetAttribute") \
     X(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain") \
-    X(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2") \
     X(cuCtxPushCurrent, "cuCtxPushCurrent_v2") \
     X(cuCtxPopCurrent, "cuCtxPopCurrent_v2") \
-    X(cuCtxGetDevice, "cuCtxGetDevice") \
     X(cuModuleLoadData, "cuModuleLoadData") \
-    X(cuModuleUnload, "cuModuleUnload") \
     X(cuModuleGetFunction, "cuModuleGetFunction") \
     X(cuFuncSetAttribute, "cuFuncSetAttribute") \
     X(cuFuncSetCacheConfig, "cuFuncSetCacheConfig") \
@@ -37,8 +34,9 @@ struct Driver {
 #define GRANIKV_MEMBER(name, symbol) decltype(&::name) name{};
     GRANIKV_DRIVER_FUNCTIONS(GRANIKV_MEMBER)
 #undef GRANIKV_MEMBER
-    // Offset and size of a kernel's parameter; absent before CUDA 12.4.
+    // Absent before CUDA 12.4: offset and size of a kernel's parameter; loading it at once.
     CUresult (*cuFuncGetParamInfo)(CUfunction, size_t, size_t*, size_t*){};
+    CUresult (*cuFuncLoad)(CUfunction){};
 };
 
 // The driver, or nullptr and why there is none. Looked for once.

@@ -28,7 +28,7 @@ public:
     Device() {
         void* library = dlopen("libcuda.so.1", RTLD_NOW);
         if (!library) throw std::runtime_error(dlerror());
-#define HOST_FIND(name, symbol)                                       \
+#define HOST_FIND(name, symbol)                                            \
     name##_ = reinterpret_cast<decltype(name##_)>(dlsym(library, symbol)); \
     if (!name##_) throw std::runtime_error("libcuda has no " symbol);
         HOST_DRIVER_FUNCTIONS(HOST_FIND)
@@ -57,9 +57,11 @@ public:
     }
     void write(CUdeviceptr to, std::string const& bytes) {
         if (!bytes.empty()) call(cuMemcpyHtoD_(to, bytes.data(), bytes.size()), "cuMemcpyHtoD");
+        call(cuStreamSynchronize_(nullptr), "cuStreamSynchronize");  // ours does not wait for it
     }
     void fill(CUdeviceptr to, unsigned char value, size_t bytes) {
         if (bytes) call(cuMemsetD8_(to, value, bytes), "cuMemsetD8");
+        call(cuStreamSynchronize_(nullptr), "cuStreamSynchronize");
     }
     std::string download(CUdeviceptr from, size_t bytes) {
         std::string made(bytes, '\0');

@@ -94,12 +94,12 @@ EXPORT CUresult cuDeviceGet(CUdevice* device, int ordinal) {
 EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
     int const capability = std::stoi(setting("FAKE_CUDA_CAPABILITY", "90"));
     switch (attribute) {
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = capability / 10; break;
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *value = capability % 10; break;
-    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
-        *value = std::stoi(setting("FAKE_CUDA_SHARED", "232448"));
-        break;
-    default: return CUDA_ERROR_INVALID_VALUE;
+        case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = capability / 10; break;
+        case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *value = capability % 10; break;
+        case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
+            *value = std::stoi(setting("FAKE_CUDA_SHARED", "232448"));
+            break;
+        default: return CUDA_ERROR_INVALID_VALUE;
     }
     return CUDA_SUCCESS;
 }
@@ -107,24 +107,22 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
     *context = reinterpret_cast<CUcontext>(8);
     return CUDA_SUCCESS;
 }
-EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice) { return CUDA_SUCCESS; }
 EXPORT CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
 EXPORT CUresult cuCtxPushCurrent_v2(CUcontext) { return CUDA_SUCCESS; }
 EXPORT CUresult cuCtxPopCurrent_v2(CUcontext*) { return CUDA_SUCCESS; }
-EXPORT CUresult cuCtxGetDevice(CUdevice* device) { return cuDeviceGet(device, 0); }
 
 EXPORT CUresult cuModuleLoadData(CUmodule* module, void const* image) {
     uint64_t const hash = checksumOf(static_cast<unsigned char const*>(image));
     *module = reinterpret_cast<CUmodule>(hash);
     return sizesOf(hash) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_IMAGE;
 }
-EXPORT CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
 EXPORT CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, char const* name) {
     auto const hash = reinterpret_cast<uint64_t>(module);
     *function = reinterpret_cast<CUfunction>(new Function{hash, name, *sizesOf(hash)});
     return CUDA_SUCCESS;
 }
-EXPORT CUresult cuFuncGetParamInfo(CUfunction function, size_t index, size_t* offset, size_t* size) {
+EXPORT CUresult cuFuncGetParamInfo(CUfunction function, size_t index, size_t* offset,
+                                   size_t* size) {
     auto const& sizes = reinterpret_cast<Function*>(function)->sizes;
     if (index >= sizes.size()) return CUDA_ERROR_INVALID_VALUE;
     *offset = 0;
@@ -137,8 +135,8 @@ EXPORT CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute, in
 }
 EXPORT CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) { return CUDA_SUCCESS; }
 
-EXPORT CUresult cuLaunchKernelEx(
-    CUlaunchConfig const* config, CUfunction handle, void** parameters, void**) {
+EXPORT CUresult cuLaunchKernelEx(CUlaunchConfig const* config, CUfunction handle, void** parameters,
+                                 void**) {
     auto const& function = *reinterpret_cast<Function*>(handle);
     if (!config->gridDimX || !config->gridDimY || int(config->sharedMemBytes) > function.shared)
         return CUDA_ERROR_INVALID_VALUE;
@@ -154,13 +152,21 @@ EXPORT CUresult cuLaunchKernelEx(
 }
 
 // base, sizes[2], strides[1], box[2], data type, swizzle: what a test wants to see of a map
-EXPORT CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type,
-    cuuint32_t rank, void* base, cuuint64_t const* sizes, cuuint64_t const* strides,
-    cuuint32_t const* box, cuuint32_t const*, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
-    CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+EXPORT CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank,
+                                       void* base, cuuint64_t const* sizes,
+                                       cuuint64_t const* strides, cuuint32_t const* box,
+                                       cuuint32_t const*, CUtensorMapInterleave,
+                                       CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
+                                       CUtensorMapFloatOOBfill) {
     if (rank != 2) return CUDA_ERROR_INVALID_VALUE;
-    uint64_t const said[] = {reinterpret_cast<uint64_t>(base), sizes[0], sizes[1], strides[0],
-        box[0], box[1], uint64_t(type), uint64_t(swizzle)};
+    uint64_t const said[] = {reinterpret_cast<uint64_t>(base),
+                             sizes[0],
+                             sizes[1],
+                             strides[0],
+                             box[0],
+                             box[1],
+                             uint64_t(type),
+                             uint64_t(swizzle)};
     std::memset(map, 0, sizeof(*map));
     std::memcpy(map, said, sizeof(said));
     return CUDA_SUCCESS;

@@ -31,8 +31,7 @@ public:
     }
 
     void run() {
-        Plugin const built =
-            library_.create(kName, fields_, nvinfer1::TensorRTPhase::kBUILD);
+        Plugin const built = library_.create(kName, fields_, nvinfer1::TensorRTPhase::kBUILD);
         if (!built) throw std::runtime_error("createPlugin");
         size_t const workspace_bytes = configure(*built);
         Plugin const loaded = library_.reload(*built, kName);
@@ -47,8 +46,7 @@ public:
         require(runtime.onShapeChange(descs_.data(), granikv::kNumInputs, &out_desc_, 1) == 0,
                 "onShapeChange");
         CUdeviceptr const workspace = device.allocate(workspace_bytes);
-        void* const place =
-            reinterpret_cast<void*>(workspace + numbers_["workspace_offset"]);
+        void* const place = reinterpret_cast<void*>(workspace + numbers_["workspace_offset"]);
         auto const enqueue = [&] {
             void* outputs[] = {reinterpret_cast<void*>(out_)};
             require(runtime.enqueue(descs_.data(), &out_desc_, pointers_.data(), outputs, place,
