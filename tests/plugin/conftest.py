@@ -80,3 +80,9 @@ def host(library) -> Path:
 def fake_cuda(library) -> Path:
     """Folder with a libcuda.so.1 that writes launches down; see fake_cuda.cpp."""
     return compile_once("libcuda.so.1", ["-shared", "-fPIC"], [HOST / "fake_cuda.cpp"]).parent
+
+
+@pytest.fixture(scope="session")
+def fake_nccl(library) -> Path:
+    """Folder with a libnccl.so.2 that prints what it is asked for."""
+    return compile_once("libnccl.so.2", ["-shared", "-fPIC"], [HOST / "fake_nccl.cpp"]).parent

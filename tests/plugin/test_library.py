@@ -18,6 +18,7 @@ from tests.plugin.conftest import ROOT, builder
 from tests.plugin.plugin_support import PLAN_INPUTS, prepared, run_host, write_step
 from tests.plugin.test_aot import STEPS
 from tests.plugin.test_launches import environment, known_kernels, step_of
+from trtllm_plugin import native
 from trtllm_plugin.native import BuildError, cuda_include, tensorrt_include
 
 GOOD = {
@@ -80,6 +81,28 @@ def test_all_reduce_fields(host, library):
     assert lines[:2] == ["fields communicator=0 num_ranks=4", "reloaded communicator=0 num_ranks=4"]
     with pytest.raises(AssertionError, match="field num_ranks: expected 1 to 1024, got 0"):
         create(host, library, "AllReduce", {"communicator": "i32:0", "num_ranks": "i32:0"})
+
+
+@pytest.mark.parametrize(("element", "number"), [("fp16", 6), ("fp32", 7), ("bf16", 9)])
+def test_all_reduce_sums_through_nccl(host, library, fake_nccl, element, number):
+    """ncclSum of the whole tensor on TensorRT's stream; nothing in the build phase."""
+    env = {**os.environ, "LD_LIBRARY_PATH": str(fake_nccl)}
+    said = run_host(host, library, "reduce", element, 4, 4, 5, env=env)
+    assert said.split() == ["256", "512", "160", str(number), "0", "4096", "8"]
+    assert run_host(host, library, "reduce", element, 4, 4, 0, env=env) == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (0, "communicator: expected one given to granikvSetCommunicator .* got 3"),
+        (2, "num_ranks: expected 4 as the engine was built for, got a communicator of 2"),
+    ],
+)
+def test_all_reduce_without_its_communicator(host, library, fake_nccl, given, message):
+    env = {**os.environ, "LD_LIBRARY_PATH": str(fake_nccl)}
+    with pytest.raises(AssertionError, match=message):
+        run_host(host, library, "reduce", "bf16", 4, given, 5, env=env)
 
 
 @pytest.fixture
@@ -234,12 +257,17 @@ def test_the_header_is_the_table_of_the_export():
     assert [name for name, _ in header_inputs()] in names
 
 
-def test_headers_are_found_or_asked_for(tmp_path):
+def test_headers_are_found_or_asked_for(tmp_path, monkeypatch):
     with pytest.raises(BuildError, match="--tensorrt-include: expected a folder"):
         tensorrt_include(tmp_path, tmp_path)
     with pytest.raises(BuildError, match="give --cuda-include"):
         cuda_include(tmp_path)
     assert (cuda_include(None) / "cuda_runtime_api.h").is_file()
+    container = tmp_path / "container"
+    container.mkdir()
+    (container / "NvInferRuntime.h").touch()
+    monkeypatch.setattr(native, "TENSORRT_FOLDERS", (str(tmp_path), str(container)))
+    assert tensorrt_include(None, tmp_path) == container
 
 
 def test_a_second_build_does_nothing(library):

@@ -1,5 +1,6 @@
 #include "attention_plugin.h"
 
+#include <algorithm>
 #include <cmath>
 #include <stdexcept>
 
@@ -46,6 +47,10 @@ void require(bool holds, Input input, nvinfer1::Dims const& dims,
     std::string const wanted = expected.empty() ? kInputs[input].shape : expected;
     throw std::invalid_argument(std::string("input ") + kInputs[input].name + ": expected " +
                                 wanted + ", got " + text(dims));
+}
+
+bool isEmpty(nvinfer1::Dims const& dims) {
+    return std::any_of(dims.d, dims.d + dims.nbDims, [](int64_t d) { return d == 0; });
 }
 
 bool typeFits(Type wanted, DataType type) {
@@ -251,11 +256,12 @@ LayerStep AttentionPlugin::readStep(PluginTensorDesc const* descs,
                                      &step.extend_tiles};
     static_assert(sizeof(pointers) / sizeof(*pointers) == kLaunchDims);
     for (int32_t i = 0; i < kLaunchDims; ++i) {
+        auto const address = reinterpret_cast<uintptr_t>(inputs[i]);
         *pointers[i] = inputs[i];
-        if (reinterpret_cast<uintptr_t>(inputs[i]) % kPointerAlignment)
+        if (address % kPointerAlignment && !isEmpty(descs[i].dims))
             throw std::invalid_argument(std::string("input ") + kInputs[i].name +
                                         ": expected an address of 16-byte alignment, got " +
-                                        std::to_string(reinterpret_cast<uintptr_t>(inputs[i])));
+                                        std::to_string(address));
     }
     return step;
 }

@@ -3,6 +3,8 @@
 //   host LIBRARY creators                       creators and their fields
 //   host LIBRARY create PLUGIN name=i32:5 ...   create, clone, serialise, create again
 //   host LIBRARY run FOLDER                     a whole life with one step; see run_step.h
+//   host LIBRARY reduce TYPE RANKS GIVEN ROWS   AllReduce of [ROWS, 32] built for RANKS ranks, with
+//                                               a communicator of GIVEN ranks (0: none), by address
 //
 // Prints "key value" lines; exit status 1 with the reason on stderr.
 
@@ -67,6 +69,38 @@ void createOnly(Library& library, std::string const& name, int count, char** arg
               << core.getPluginVersion() << '\n';
 }
 
+void reduce(Library& library, nvinfer1::DataType type, std::string const& ranks, int given,
+            int64_t rows) {
+    Fields fields;
+    fields.parse("communicator", "i32:3");
+    fields.parse("num_ranks", "i32:" + ranks);
+    nvinfer1::DynamicPluginTensorDesc tensors[2]{};
+    for (auto& tensor : tensors)
+        tensor.desc = {{2, {rows, 32}}, type, nvinfer1::TensorFormat::kLINEAR, 1.0f};
+    Plugin const built = library.create("AllReduce", fields, nvinfer1::TensorRTPhase::kBUILD);
+    if (!built || !Library::build(*built).supportsFormatCombination(0, tensors, 1, 1) ||
+        !Library::build(*built).supportsFormatCombination(1, tensors, 1, 1))
+        throw std::runtime_error(errorsOf(library));
+    Plugin const loaded = library.reload(*built, "AllReduce");
+    if (given && library.function<int32_t (*)(int32_t, void*, int32_t)>("granikvSetCommunicator")(
+                     3, reinterpret_cast<void*>(4096), given))
+        throw std::runtime_error(errorsOf(library));
+    void const* inputs[] = {reinterpret_cast<void*>(256)};
+    void* outputs[] = {reinterpret_cast<void*>(512)};
+    auto const enqueue = [&](nvinfer1::IPluginV3& plugin) {
+        return Library::runtime(plugin).enqueue(&tensors[0].desc, &tensors[1].desc, inputs, outputs,
+                                                nullptr, reinterpret_cast<cudaStream_t>(8));
+    };
+    ResourceContext context;
+    Plugin const attached(Library::runtime(*loaded).attachToContext(&context));
+    if (enqueue(*built) || enqueue(*attached)) throw std::runtime_error(errorsOf(library));
+}
+
+nvinfer1::DataType typeNamed(std::string const& name) {
+    if (name == "bf16") return nvinfer1::DataType::kBF16;
+    return name == "fp16" ? nvinfer1::DataType::kHALF : nvinfer1::DataType::kFLOAT;
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -85,6 +119,9 @@ int main(int count, char** arguments) {
             } catch (std::exception const& error) {
                 throw std::runtime_error(std::string(error.what()) + ": " + errorsOf(library));
             }
+        } else if (what == "reduce" && count == 7) {
+            reduce(library, typeNamed(arguments[3]), arguments[4], std::stoi(arguments[5]),
+                   std::stoll(arguments[6]));
         } else {
             throw std::runtime_error("unknown command " + what);
         }
