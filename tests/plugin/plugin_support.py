@@ -104,7 +104,8 @@ def write_step(
     tensors += [attention.plan[name][: used.get(name, 1 << 30)] for name in PLAN_INPUTS]
     has_decode = bool(attention.num_decode_rows or rows > attention.num_rows)
     layout = list(LAYOUTS).index(attention.layout.name)
-    launch_dims = [0, layout, attention._row_tiles, int(attention._has_runs), int(has_decode)]
+    launch_dims = [0, layout, launch_size(attention, "row_tiles")]
+    launch_dims += [int(launch_size(attention, "has_runs")), int(has_decode)]
     shapes = [list(t.shape) for t in tensors] + [[*launch_dims, BINDING]]
     num_layers, capacity = step.k.shape[:2]
     lines = [
@@ -135,13 +136,18 @@ def write_step(
     (folder / "manifest.txt").write_text("\n".join(lines) + "\n")
 
 
+def launch_size(attention: gpu.GpuAttention, name: str) -> int:
+    """A grid or flag of the prepared plan; some versions keep them private."""
+    return int(vars(attention).get(name, vars(attention).get(f"_{name}")))
+
+
 def _used(step: Step, attention: gpu.GpuAttention) -> dict[str, int]:
     """First dimension of the inputs that are as long as the grid, or as what is in use."""
     counts = step.plan.counts
     return {
-        "hot_items": attention._hot_grid,
-        "cold_items": attention._cold_grid,
-        "extend_tiles": attention._num_tiles,
+        "hot_items": launch_size(attention, "hot_grid"),
+        "cold_items": launch_size(attention, "cold_grid"),
+        "extend_tiles": launch_size(attention, "num_tiles"),
         "hot_rows": len(step.plan.hot_rows),
         "merge_partials": len(step.plan.merge_partials),
         "extend_segments": len(step.plan.extend_segments),

@@ -41,7 +41,7 @@ def test_creators_and_fields(host, library):
     assert lines == [
         "creator granikv::HotColdAttention version 1 fields layer:5 num_qo_heads:5 "
         "num_kv_heads:5 head_dim:5 max_partials:5 sm_scale:1",
-        "creator granikv::AllReduce version 1 fields communicator:5 num_ranks:5",
+        "creator granikv::AllReduce version 1 fields tp_size:5 tp_rank:5 communicator:5",
     ]
 
 
@@ -75,12 +75,13 @@ def test_a_bad_field_is_named_with_its_range(host, library, changes, message):
 
 
 def test_all_reduce_fields(host, library):
-    lines = create(
-        host, library, "AllReduce", {"communicator": "i32:0", "num_ranks": "i32:4"}
-    ).splitlines()
-    assert lines[:2] == ["fields communicator=0 num_ranks=4", "reloaded communicator=0 num_ranks=4"]
-    with pytest.raises(AssertionError, match="field num_ranks: expected 1 to 1024, got 0"):
-        create(host, library, "AllReduce", {"communicator": "i32:0", "num_ranks": "i32:0"})
+    lines = create(host, library, "AllReduce", {"tp_size": "i32:4", "tp_rank": "i32:3"})
+    kept = "tp_size=4 tp_rank=3 communicator=0"
+    assert lines.splitlines()[:2] == [f"fields {kept}", f"reloaded {kept}"]
+    with pytest.raises(AssertionError, match="field tp_rank: expected 0 to 3, got 4"):
+        create(host, library, "AllReduce", {"tp_size": "i32:4", "tp_rank": "i32:4"})
+    with pytest.raises(AssertionError, match="field tp_size: expected 1 to 1024, got 0"):
+        create(host, library, "AllReduce", {"tp_size": "i32:0", "tp_rank": "i32:0"})
 
 
 @pytest.mark.parametrize(("element", "number"), [("fp16", 6), ("fp32", 7), ("bf16", 9)])
@@ -96,7 +97,7 @@ def test_all_reduce_sums_through_nccl(host, library, fake_nccl, element, number)
     ("given", "message"),
     [
         (0, "communicator: expected one given to granikvSetCommunicator .* got 3"),
-        (2, "num_ranks: expected 4 as the engine was built for, got a communicator of 2"),
+        (2, "communicator: expected rank 1 of 4 as the engine was built for, got rank 1 of 2"),
     ],
 )
 def test_all_reduce_without_its_communicator(host, library, fake_nccl, given, message):
@@ -159,10 +160,11 @@ def test_bad_arenas_are_refused(loaded, arguments, message):
 
 
 def test_communicators(loaded):
-    loaded.granikvSetCommunicator.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32]
-    assert loaded.granikvSetCommunicator(5, 4096, 2) == 0
-    assert loaded.granikvSetCommunicator(5, None, 0) == 0
-    assert loaded.granikvSetCommunicator(5000, 4096, 2) == -1
+    numbers = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32]
+    loaded.granikvSetCommunicator.argtypes = numbers
+    assert loaded.granikvSetCommunicator(5, 4096, 2, 1) == 0
+    assert loaded.granikvSetCommunicator(5, None, 0, 0) == 0
+    assert loaded.granikvSetCommunicator(5000, 4096, 2, 0) == -1
     assert loaded.granikvLastError().endswith(b"communicator: expected 0 to 1023, got 5000")
     assert loaded.granikvUnbindArenas(99) == -1
     assert loaded.granikvLastError().endswith(b"binding: expected a bound one, got 99")
@@ -229,20 +231,21 @@ def test_wrong_shapes_are_named(host, library, fake_cuda, tmp_path, before, afte
         run_host(host, library, "run", tmp_path, env=environment(tmp_path, fake_cuda, 90))
 
 
-def header_inputs() -> list[tuple[str, str]]:
-    """(name, shape) of each input in plugin_io.h."""
-    text = HEADER.read_text().split("GRANIKV_ATTENTION_OUTPUTS")[0]
-    return re.findall(r'X\(k\w+,\s*"(\w+)",\s*"([^"]+)"', text)
+# (name, shape, type) of each input in plugin_io.h
+HEADER_INPUTS = re.findall(
+    r'X\(k\w+,\s*"(\w+)",\s*"([^"]+)",\s*(k\w+)\)',
+    HEADER.read_text().split("GRANIKV_ATTENTION_OUTPUTS")[0],
+)
 
 
 def test_the_header_lists_the_plan():
-    names = [name for name, _ in header_inputs()]
+    names = [name for name, _, _ in HEADER_INPUTS]
     assert names[:4] == ["qkv", "rope_cos", "rope_sin", "request_slots"]
     assert tuple(names[4:-1]) == PLAN_INPUTS
     assert names[-1] == "launch_dims" and len(names) == 18
     planned = {f.name for f in PLAN_FIELDS if f.where == "device"}
     assert set(PLAN_INPUTS) - {"extend_tiles"} <= planned
-    assert dict(header_inputs())["counts"] == "[16]" and max(Count) < 16
+    assert HEADER_INPUTS[4][:2] == ("counts", "[16]") and max(Count) < 16
 
 
 def test_the_header_is_the_table_of_the_export():
@@ -252,9 +255,14 @@ def test_the_header_is_the_table_of_the_export():
         pytest.skip("granikv/engines/io.py is not there yet")
     from granikv.engines import io
 
-    tables = [v for v in vars(io).values() if isinstance(v, tuple) and len(v) == 18]
-    names = [[getattr(entry, "name", entry) for entry in table] for table in tables]
-    assert [name for name, _ in header_inputs()] in names
+    assert [name for name, _, _ in HEADER_INPUTS] == [spec.name for spec in io.PLUGIN_INPUTS]
+    types = {"kElement": "network", "kFloat": "float32", "kInt32": "int32"}
+    for (name, shape, kind), spec in zip(HEADER_INPUTS, io.PLUGIN_INPUTS, strict=True):
+        assert (types[kind], shape.count(",") + 1) == (spec.dtype, len(spec.dims)), name
+    assert (io.ATTENTION_OP, io.ALL_REDUCE_OP) == ("HotColdAttention", "AllReduce")
+    assert (io.PLUGIN_VERSION, io.PLUGIN_NAMESPACE) == ("1", "granikv")
+    assert set(io.ATTENTION_ATTRIBUTES) == set(GOOD)
+    assert set(io.ALL_REDUCE_ATTRIBUTES) == {"tp_size", "tp_rank"}
 
 
 def test_headers_are_found_or_asked_for(tmp_path, monkeypatch):

@@ -58,7 +58,8 @@ void check(int result, char const* what) {
 
 struct Communicator {
     void* handle;
-    int32_t num_ranks;
+    int32_t tp_size;
+    int32_t tp_rank;
 };
 
 std::mutex mutex;
@@ -73,6 +74,12 @@ Communicator find(int32_t number) {
             "granikvInitCommunicator, got " +
             std::to_string(number));
     return found->second;
+}
+
+void require(char const* name, int64_t got, int64_t low, int64_t high) {
+    if (got < low || got > high)
+        throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(low) +
+                                    " to " + std::to_string(high) + ", got " + std::to_string(got));
 }
 
 int ncclType(nvinfer1::DataType type) {
@@ -91,47 +98,50 @@ void ncclUniqueId(void* bytes, int32_t size) {
     check(nccl().get_unique_id(static_cast<UniqueId*>(bytes)), "ncclGetUniqueId");
 }
 
-void setCommunicator(int32_t number, void* handle, int32_t num_ranks) {
-    if (number < 0 || number >= kMaxCommunicators)
-        throw std::invalid_argument("communicator: expected 0 to 1023, got " +
-                                    std::to_string(number));
+void setCommunicator(int32_t number, void* handle, int32_t tp_size, int32_t tp_rank) {
+    require("communicator", number, 0, kMaxCommunicators - 1);
     std::lock_guard<std::mutex> const lock(mutex);
     if (!handle) {
         communicators.erase(number);
         return;
     }
-    if (num_ranks < 1 || num_ranks > kMaxRanks)
-        throw std::invalid_argument("num_ranks: expected 1 to 1024, got " +
-                                    std::to_string(num_ranks));
-    communicators[number] = {handle, num_ranks};
+    require("tp_size", tp_size, 1, kMaxRanks);
+    require("tp_rank", tp_rank, 0, tp_size - 1);
+    communicators[number] = {handle, tp_size, tp_rank};
 }
 
-void initCommunicator(int32_t number, void const* unique_id, int32_t num_ranks, int32_t rank) {
-    if (rank < 0 || rank >= num_ranks)
-        throw std::invalid_argument("rank: expected 0 to " + std::to_string(num_ranks - 1) +
-                                    ", got " + std::to_string(rank));
+void initCommunicator(int32_t number, void const* unique_id, int32_t tp_size, int32_t tp_rank) {
+    require("communicator", number, 0, kMaxCommunicators - 1);
+    require("tp_size", tp_size, 1, kMaxRanks);
+    require("tp_rank", tp_rank, 0, tp_size - 1);
     UniqueId id;
     std::memcpy(&id, unique_id, sizeof(id));
     void* handle = nullptr;
-    check(nccl().init_rank(&handle, num_ranks, id, rank), "ncclCommInitRank");
-    setCommunicator(number, handle, num_ranks);
+    check(nccl().init_rank(&handle, tp_size, id, tp_rank), "ncclCommInitRank");
+    setCommunicator(number, handle, tp_size, tp_rank);
 }
 
 AllReducePlugin::AllReducePlugin(nvinfer1::PluginFieldCollection const* fields,
                                  nvinfer1::TensorRTPhase phase)
     : PluginBase(phase) {
     readFields(fields,
-               {{"communicator", 0, kMaxCommunicators - 1, &communicator_},
-                {"num_ranks", 1, kMaxRanks, &num_ranks_}},
+               {{"tp_size", 1, kMaxRanks, &tp_size_},
+                {"tp_rank", 0, kMaxRanks - 1, &tp_rank_},
+                {"communicator", 0, kMaxCommunicators - 1, &communicator_, true}},
                {});
+    if (tp_rank_ >= tp_size_)
+        throw std::invalid_argument("field tp_rank: expected 0 to " + std::to_string(tp_size_ - 1) +
+                                    ", got " + std::to_string(tp_rank_));
 }
 
 AllReducePlugin::AllReducePlugin(AllReducePlugin const& other)
-    : PluginBase(other.phase_), communicator_(other.communicator_), num_ranks_(other.num_ranks_) {}
+    : PluginBase(other.phase_),
+      tp_size_(other.tp_size_),
+      tp_rank_(other.tp_rank_),
+      communicator_(other.communicator_) {}
 
 void AllReducePlugin::declareFields(FieldList& fields) {
-    fields.addInt("communicator", nullptr);
-    fields.addInt("num_ranks", nullptr);
+    for (char const* name : {"tp_size", "tp_rank", "communicator"}) fields.addInt(name, nullptr);
 }
 
 nvinfer1::IPluginV3* AllReducePlugin::clone() noexcept {
@@ -142,8 +152,9 @@ nvinfer1::IPluginV3* AllReducePlugin::clone() noexcept {
 nvinfer1::PluginFieldCollection const* AllReducePlugin::getFieldsToSerialize() noexcept {
     return guarded<nvinfer1::PluginFieldCollection const*>(kName, nullptr, [&] {
         serialized_ = FieldList();
+        serialized_.addInt("tp_size", &tp_size_);
+        serialized_.addInt("tp_rank", &tp_rank_);
         serialized_.addInt("communicator", &communicator_);
-        serialized_.addInt("num_ranks", &num_ranks_);
         return serialized_.collection();
     });
 }
@@ -179,10 +190,11 @@ int32_t AllReducePlugin::enqueue(nvinfer1::PluginTensorDesc const* input_descs,
     if (building() || count == 0) return 0;
     return guarded(kName, -1, [&] {
         Communicator const found = find(communicator_);
-        if (found.num_ranks != num_ranks_)
-            throw std::runtime_error("num_ranks: expected " + std::to_string(num_ranks_) +
-                                     " as the engine was built for, got a communicator of " +
-                                     std::to_string(found.num_ranks));
+        if (found.tp_size != tp_size_ || found.tp_rank != tp_rank_)
+            throw std::runtime_error(
+                "communicator: expected rank " + std::to_string(tp_rank_) + " of " +
+                std::to_string(tp_size_) + " as the engine was built for, got rank " +
+                std::to_string(found.tp_rank) + " of " + std::to_string(found.tp_size));
         check(nccl().all_reduce(inputs[0], outputs[0], count, ncclType(input_descs[0].type),
                                 kNcclSum, found.handle, stream),
               "ncclAllReduce");

@@ -5,10 +5,10 @@
 
 namespace granikv {
 
-// Communicators of this process by number. Throws std::runtime_error.
-void ncclUniqueId(void* bytes, int32_t size);                                 // size: 128
-void setCommunicator(int32_t number, void* communicator, int32_t num_ranks);  // nullptr removes it
-void initCommunicator(int32_t number, void const* unique_id, int32_t num_ranks, int32_t rank);
+// Communicators of this process by number; setting nullptr removes one. Throws std::runtime_error.
+void ncclUniqueId(void* bytes, int32_t size);  // size: 128
+void setCommunicator(int32_t number, void* communicator, int32_t tp_size, int32_t tp_rank);
+void initCommunicator(int32_t number, void const* unique_id, int32_t tp_size, int32_t tp_rank);
 
 class AllReducePlugin final : public PluginBase {
 public:
@@ -44,8 +44,8 @@ public:
 private:
     AllReducePlugin(AllReducePlugin const& other);
 
-    int32_t communicator_{};  // number, as given to granikvSetCommunicator
-    int32_t num_ranks_{};
+    int32_t tp_size_{}, tp_rank_{};
+    int32_t communicator_{0};  // number, as given to granikvInitCommunicator
     FieldList serialized_;
 };
 

@@ -106,17 +106,17 @@ GRANIKV_EXPORT int32_t granikvNcclUniqueId(void* bytes, int32_t size) {
 }
 
 // communicator: an ncclComm_t that the caller owns; null removes the number.
-GRANIKV_EXPORT int32_t granikvSetCommunicator(int32_t number, void* communicator,
-                                              int32_t num_ranks) {
+GRANIKV_EXPORT int32_t granikvSetCommunicator(int32_t number, void* communicator, int32_t tp_size,
+                                              int32_t tp_rank) {
     return guarded("granikvSetCommunicator", -1,
-                   [&] { return setCommunicator(number, communicator, num_ranks), 0; });
+                   [&] { return setCommunicator(number, communicator, tp_size, tp_rank), 0; });
 }
 
-// Makes the communicator on the current device; every rank calls it with one unique id.
+// Makes the communicator on the current device; every rank calls it at once with one unique id.
 GRANIKV_EXPORT int32_t granikvInitCommunicator(int32_t number, void const* unique_id,
-                                               int32_t num_ranks, int32_t rank) {
+                                               int32_t tp_size, int32_t tp_rank) {
     return guarded("granikvInitCommunicator", -1,
-                   [&] { return initCommunicator(number, unique_id, num_ranks, rank), 0; });
+                   [&] { return initCommunicator(number, unique_id, tp_size, tp_rank), 0; });
 }
 
 GRANIKV_EXPORT char const* granikvLastError() { return lastError(); }

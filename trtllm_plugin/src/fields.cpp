@@ -83,7 +83,7 @@ void readFields(nvinfer1::PluginFieldCollection const* fields, std::vector<IntFi
         }
     }
     for (IntField const& wanted : ints)
-        if (!seen.count(wanted.name))
+        if (!wanted.optional && !seen.count(wanted.name))
             fail(wanted.name, std::to_string(wanted.low) + " to " + std::to_string(wanted.high),
                  "no value");
 }

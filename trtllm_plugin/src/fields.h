@@ -14,6 +14,7 @@ struct IntField {
     int64_t low;
     int64_t high;
     int32_t* value;
+    bool optional = false;
 };
 
 struct FloatField {  // optional; above 0 and finite
@@ -22,8 +23,8 @@ struct FloatField {  // optional; above 0 and finite
     bool* given;
 };
 
-// Every IntField must be there once. Throws std::invalid_argument: unknown, missing, repeated or
-// out of range, of a wrong type or length.
+// Every IntField that is not optional must be there. Throws std::invalid_argument: unknown,
+// missing, repeated or out of range, of a wrong type or length.
 void readFields(nvinfer1::PluginFieldCollection const* fields, std::vector<IntField> const& ints,
                 std::vector<FloatField> const& floats);
 

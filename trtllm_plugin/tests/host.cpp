@@ -73,7 +73,8 @@ void reduce(Library& library, nvinfer1::DataType type, std::string const& ranks,
             int64_t rows) {
     Fields fields;
     fields.parse("communicator", "i32:3");
-    fields.parse("num_ranks", "i32:" + ranks);
+    fields.parse("tp_size", "i32:" + ranks);
+    fields.parse("tp_rank", "i32:1");
     nvinfer1::DynamicPluginTensorDesc tensors[2]{};
     for (auto& tensor : tensors)
         tensor.desc = {{2, {rows, 32}}, type, nvinfer1::TensorFormat::kLINEAR, 1.0f};
@@ -82,8 +83,9 @@ void reduce(Library& library, nvinfer1::DataType type, std::string const& ranks,
         !Library::build(*built).supportsFormatCombination(1, tensors, 1, 1))
         throw std::runtime_error(errorsOf(library));
     Plugin const loaded = library.reload(*built, "AllReduce");
-    if (given && library.function<int32_t (*)(int32_t, void*, int32_t)>("granikvSetCommunicator")(
-                     3, reinterpret_cast<void*>(4096), given))
+    using Set = int32_t (*)(int32_t, void*, int32_t, int32_t);
+    auto const set = library.function<Set>("granikvSetCommunicator");
+    if (given && set(3, reinterpret_cast<void*>(4096), given, 1))
         throw std::runtime_error(errorsOf(library));
     void const* inputs[] = {reinterpret_cast<void*>(256)};
     void* outputs[] = {reinterpret_cast<void*>(512)};
