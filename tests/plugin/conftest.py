@@ -51,8 +51,7 @@ def library() -> Path:
 def compile_once(name: str, options: list[str], sources: list[Path]) -> Path:
     """A program or library from the first of `sources`, again only when one of them changed."""
     folder = OUT / "host"
-    includes = [tensorrt_include(None, CACHE / "packages"), cuda_include(None)]
-    digest = hashlib.sha256(f"{options} {includes}".encode())
+    digest = hashlib.sha256(" ".join(options).encode())
     for source in sources:
         digest.update(source.read_bytes())
     made = folder / digest.hexdigest()[:16] / name
@@ -60,7 +59,7 @@ def compile_once(name: str, options: list[str], sources: list[Path]) -> Path:
         made.parent.mkdir(parents=True, exist_ok=True)
         command = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Wno-deprecated-declarations"]
         command += [f"-I{HOST.parent / 'src'}", f"-I{HOST}", *options]
-        for include in includes:
+        for include in (tensorrt_include(None, CACHE / "packages"), cuda_include(None)):
             command += ["-isystem", str(include)]
         partial = made.with_name(f"{name}.{os.getpid()}")
         command += [str(sources[0]), "-o", str(partial), "-ldl"]

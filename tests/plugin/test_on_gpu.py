@@ -29,54 +29,58 @@ CROWD = [Row([EVERYONE], 20 + 3 * i) for i in range(24)]
 MIXED = [*CROWD, Row([TOOLS], 17)]
 
 
-def check(step: Step, folder, host, library, capture: bool, **changes: int) -> None:
-    attention = prepared(step, capture)
-    write_step(step, folder, attention, **changes)
-    want = run_rows(step, attention).cpu()
-    run_host(host, library, "run", folder)
-    for name in ("out.bin", "out_graph.bin"):
-        got = read_out(folder / name, step).view(want.shape)
-        assert not torch.isnan(got).any(), f"{name}: rows were left unwritten"
-        differs = (got != want).any(1).nonzero().flatten().tolist()
-        assert not differs, f"{name}: rows {differs[:10]} of {len(want)} differ"
-    for name, arena in (("k_out.bin", attention.k_arena), ("v_out.bin", attention.v_arena)):
-        assert (folder / name).read_bytes() == raw(arena), name
-    assert torch.isnan(attention.k_arena[1 - LAYER]).all()
+def check(steps: dict[str, Step], folder, host, library, capture=False, **changes: int) -> None:
+    """All steps in one process of the host, since loading kernels takes most of its time."""
+    wanted = {}
+    for name, step in steps.items():
+        (folder / name).mkdir()
+        attention = prepared(step, capture)
+        write_step(step, folder / name, attention, **changes)
+        out = run_rows(step, attention).cpu()
+        wanted[name] = (out, raw(attention.k_arena), raw(attention.v_arena))
+        assert torch.isnan(attention.k_arena[1 - LAYER]).all()
+    run_host(host, library, "run", *(folder / name for name in steps))
+    for name, (want, k, v) in wanted.items():
+        for file in ("out.bin", "out_graph.bin"):
+            got = read_out(folder / name / file, steps[name]).view(want.shape)
+            assert not torch.isnan(got).any(), f"{name}, {file}: rows were left unwritten"
+            differs = (got != want).any(1).nonzero().flatten().tolist()
+            assert not differs, f"{name}, {file}: rows {differs[:10]} of {len(want)} differ"
+        assert (folder / name / "k_out.bin").read_bytes() == k, f"{name}: K differs"
+        assert (folder / name / "v_out.bin").read_bytes() == v, f"{name}: V differs"
+
+
+def step_of(rows: list[Row], heads, layout: str, dtype=torch.bfloat16, padding: int = 2) -> Step:
+    return Step(
+        rows, *heads, dtype, layout=LAYOUTS[layout], padding=padding, num_sms=132, capacity=4096
+    )
 
 
 @pytest.mark.parametrize("capture", [False, True], ids=["exact", "captured"])
 @pytest.mark.parametrize("heads", [SMALL, LARGE], ids=["9x3x64", "32x8x128"])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_every_layout(layout, heads, capture, host, library, tmp_path):
-    for name, rows in {**STEPS, "many": MANY, "mixed": MIXED}.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        step = Step(
-            rows, *heads, torch.bfloat16, layout=LAYOUTS[layout], padding=2, num_sms=132,
-            capacity=4096,
-        )  # fmt: skip
-        check(step, folder, host, library, capture)
+    rows = {**STEPS, "many": MANY, "mixed": MIXED}
+    steps = {name: step_of(rows[name], heads, layout) for name in rows}
+    check(steps, tmp_path, host, library, capture)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
 def test_other_types(dtype, host, library, tmp_path):
-    for name in ("runs", "extend"):
-        folder = tmp_path / name
-        folder.mkdir()
-        step = Step(STEPS[name], *SMALL, dtype, layout=LAYOUTS["mid"], padding=1, num_sms=132)
-        check(step, folder, host, library, False)
+    steps = {
+        f"{name}-{layout}": step_of(STEPS[name], SMALL, layout, dtype)
+        for name in ("runs", "extend")
+        for layout in ("mid", "small")
+    }
+    check(steps, tmp_path, host, library)
 
 
 def test_a_workspace_may_begin_anywhere(host, library, tmp_path):
-    step = Step(STEPS["both"], *LARGE, torch.bfloat16, layout=LAYOUTS["large"], num_sms=132)
-    check(step, tmp_path, host, library, False, workspace_offset=8)
+    steps = {"both": step_of(STEPS["both"], LARGE, "large")}
+    check(steps, tmp_path, host, library, workspace_offset=8)
 
 
 def test_repeated_runs_are_equal(host, library, tmp_path):
     """Dependent launches and two streams: any race would show as a difference between runs."""
-    for i in range(8):
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        layout = LAYOUTS["small" if i % 2 else "large"]
-        step = Step(MANY, *LARGE, torch.bfloat16, layout=layout, num_sms=132, capacity=4096)
-        check(step, folder, host, library, True)
+    steps = {str(i): step_of(MANY, LARGE, "small" if i % 2 else "large") for i in range(8)}
+    check(steps, tmp_path, host, library, True)

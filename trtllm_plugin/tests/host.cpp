@@ -2,7 +2,7 @@
 //
 //   host LIBRARY creators                       creators and their fields
 //   host LIBRARY create PLUGIN name=i32:5 ...   create, clone, serialise, create again
-//   host LIBRARY run FOLDER                     a whole life with one step; see run_step.h
+//   host LIBRARY run FOLDER ...                 a whole life with one step each; see run_step.h
 //   host LIBRARY reduce TYPE RANKS GIVEN ROWS   AllReduce of [ROWS, 32] built for RANKS ranks, with
 //                                               a communicator of GIVEN ranks (0: none), by address
 //
@@ -98,6 +98,15 @@ void reduce(Library& library, nvinfer1::DataType type, std::string const& ranks,
     if (enqueue(*built) || enqueue(*attached)) throw std::runtime_error(errorsOf(library));
 }
 
+void runStep(Library& library, std::string const& folder) {
+    Step step(library, folder);
+    try {
+        step.run();
+    } catch (std::exception const& error) {
+        throw std::runtime_error(folder + ": " + error.what() + ": " + errorsOf(library));
+    }
+}
+
 nvinfer1::DataType typeNamed(std::string const& name) {
     if (name == "bf16") return nvinfer1::DataType::kBF16;
     return name == "fp16" ? nvinfer1::DataType::kHALF : nvinfer1::DataType::kFLOAT;
@@ -114,13 +123,8 @@ int main(int count, char** arguments) {
             printCreators(library);
         } else if (what == "create" && count >= 4) {
             createOnly(library, arguments[3], count - 4, arguments + 4);
-        } else if (what == "run" && count == 4) {
-            host::Step step(library, arguments[3]);
-            try {
-                step.run();
-            } catch (std::exception const& error) {
-                throw std::runtime_error(std::string(error.what()) + ": " + errorsOf(library));
-            }
+        } else if (what == "run" && count >= 4) {
+            for (int i = 3; i < count; ++i) runStep(library, arguments[i]);
         } else if (what == "reduce" && count == 7) {
             reduce(library, typeNamed(arguments[3]), arguments[4], std::stoi(arguments[5]),
                    std::stoll(arguments[6]));
