@@ -55,6 +55,7 @@ lint: $(VENV)/.ok
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(PY) build_scripts/check_sizes.py
+	$(VENV)/bin/clang-format --dry-run -Werror trtllm_plugin/*/*.cpp trtllm_plugin/*/*.h
 
 typecheck: $(VENV)/.ok
 	$(VENV)/bin/mypy granikv

@@ -87,7 +87,9 @@ def ptx_sizes(ptx: str) -> list[int]:
     sizes = []
     for line in re.findall(r"\.param[^,\n]*", declared):
         array = re.search(r"\.b8 \S+\[(\d+)\]", line)
-        sizes.append(int(array[1]) if array else PTX_SIZES[re.search(r"\.([usbf]\d+)", line)[1]])
+        scalar = re.search(r"\.([usbf]\d+)", line)
+        assert array or scalar, line
+        sizes.append(int(array[1]) if array else PTX_SIZES[scalar[1]] if scalar else 0)
     return sizes
 
 

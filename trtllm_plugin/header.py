@@ -95,7 +95,9 @@ def _layout_row(part: LayoutProgram, index: dict[str, int]) -> str:
 def write_table(programs: list[Program], kernels: Path, out: Path) -> tuple[Path, Path]:
     """(header, blob) in `out` for compiled programs; files are left alone when nothing changed."""
     index: dict[str, int] = {}
-    rows, places, blob = [], {}, bytearray()
+    rows: list[str] = []
+    places: dict[bytes, int] = {}
+    blob = bytearray()
     for job in (job for made in programs for job in made.jobs()):
         if job.key in index:
             continue

@@ -41,12 +41,10 @@ def tensorrt_include(given: Path | None, packages: Path) -> Path:
             )
         return given
     spec = importlib.util.find_spec("kernel_lens")
+    installed = list(spec.submodule_search_locations or []) if spec else []
     places = [Path(folder) for folder in TENSORRT_FOLDERS]
-    for root in [
-        *(spec.submodule_search_locations or [] if spec else []),
-        packages / "kernel_lens",
-    ]:
-        places.append(Path(root) / "include" / "tensorrt")
+    for root in (*installed, str(packages / "kernel_lens")):
+        places.append(Path(root, "include", "tensorrt"))
     for place in places:
         if (place / "NvInferRuntime.h").is_file():
             return place
