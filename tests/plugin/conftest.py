@@ -17,12 +17,13 @@ from trtllm_plugin.native import cuda_include, tensorrt_include
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = ROOT / "trtllm_plugin" / "tests"
-OUT = ROOT / "out" / "plugin-test"
 CACHE = ROOT / "out" / "plugin"
 if torch.cuda.is_available():
+    OUT = ROOT / "out" / "plugin-test-gpu"
     ARCH = "{}{}".format(*torch.cuda.get_device_capability())
     MODELS, ELEMENTS = "smollm2-135m,llama-3.1-8b", "all"
 else:
+    OUT = ROOT / "out" / "plugin-test"
     ARCH, MODELS, ELEMENTS = "80,90,120", "smollm2-135m", "bf16"
 
 
@@ -40,17 +41,20 @@ def builder():
 
 @pytest.fixture(scope="session")
 def library() -> Path:
+    missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
     if not (shutil.which("g++") or os.environ.get("CXX")):
+        missing.append("g++")
+    if missing:
         made = OUT / "libgranikv_trt.so"
         if made.exists():  # built elsewhere and brought here
             return made
-        pytest.skip("needs g++ (Debian: apt-get install g++)")
+        pytest.skip(f"building the plugin needs {', '.join(missing)}; or bring {made}")
     return builder().build(MODELS, ELEMENTS, ARCH, OUT, cache=CACHE, progress=False)
 
 
 def compile_once(name: str, options: list[str], sources: list[Path]) -> Path:
     """A program or library from the first of `sources`, again only when one of them changed."""
-    folder = OUT / "host"
+    folder = CACHE / "host"
     digest = hashlib.sha256(" ".join(options).encode())
     for source in sources:
         digest.update(source.read_bytes())
