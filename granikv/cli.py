@@ -56,6 +56,9 @@ def serve(
         int, typer.Option(min=1, max=65535, help="Port of the Prometheus metrics.")
     ] = 8002,
     settings: Settings = None,
+    model_repository: Annotated[
+        Path | None, typer.Option(help="Triton's model repository; the one beside the package.")
+    ] = None,
     log: Annotated[
         Path | None, typer.Option(help="File for the server's output; the terminal if absent.")
     ] = None,
@@ -76,6 +79,8 @@ def serve(
             arguments += ["--model", model]
         for setting in settings or []:
             arguments += ["--set", setting]
+        if model_repository:
+            arguments += ["--model-repository", str(model_repository)]
         if log:
             arguments += ["--log", str(log)]
         if not restart:

@@ -5,9 +5,11 @@ The plan's arrays go to fixed device buffers once per step (plan_buffers.py); a 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from granikv.attention.kernels.append import append_kv
@@ -22,7 +24,14 @@ from granikv.attention.plan_buffers import (
     default_capacities,
     sm_count,
 )
-from granikv.attention.variants import AttentionShape, HotTile, Layout, extend_tile
+from granikv.attention.variants import (
+    FIRST_WITH_DEPENDENT_LAUNCHES,
+    AttentionShape,
+    HotTile,
+    Layout,
+    extend_tile,
+    takes_descriptors,
+)
 from granikv.config import ModelConfig
 from granikv.core import HotVariant, PlanCapacities, StepPlan
 from granikv.errors import InvalidArgument
@@ -57,13 +66,17 @@ class GpuAttention(PlanBuffers):
         if request_slots.dtype != torch.int32 or request_slots.device != k_arena.device:
             raise InvalidArgument("request_slots", request_slots.dtype, "int32, on the device")
         shape, device = self.shape_of(model_config, k_arena.dtype), k_arena.device
+        self.capability = 0  # major * 10 + minor; 0 without a GPU
+        if device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(device)
+            self.capability = 10 * major + minor
+            limits = driver.active.utils.get_device_properties(device.index)
+            shape = replace(shape, shared_memory_bytes=limits["max_shared_mem"])
         capacities = capacities or default_capacities(request_slots.shape[0], shape)
         super().__init__(shape, capacities, device, sm_count(device))
         self.sm_scale = model_config.head_dim**-0.5
         self.k_arena, self.v_arena, self.request_slots = k_arena, v_arena, request_slots
-        # dependent launches need sm_90
-        self.pdl = self.on_gpu and torch.cuda.get_device_capability(self.device) >= (9, 0)
-        self.pdl = self.pdl if pdl is None else pdl
+        self.pdl = self.capability >= FIRST_WITH_DEPENDENT_LAUNCHES if pdl is None else pdl
         self._make_device_buffers()
         self.rope: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -96,8 +109,8 @@ class GpuAttention(PlanBuffers):
     def _make_descriptors(self, tile: HotTile) -> None:
         """Descriptors of every layer's K and V for the tile's blocks, once per block size."""
         block_n = tile.fit(self.shape).block_n
-        if not self.on_gpu or self.shape.head_dim != self.shape.block_d:
-            return  # the padding of a head would read the next one
+        if not takes_descriptors(tile, self.shape, self.capability):
+            return
         if block_n not in self._descriptors:
             self._descriptors[block_n] = [
                 tuple(

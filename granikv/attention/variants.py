@@ -14,16 +14,22 @@ from granikv.errors import Unsupported
 HEAD_DIMS = (64, 96, 128, 256)
 MAX_GROUP_SIZE = 16
 SHARED_MEMORY_BYTES = 227 * 1024  # a block's limit on sm_90
+FIRST_WITH_DESCRIPTORS = 90  # compute capability (major * 10 + minor) of the copies they name
+FIRST_WITH_DEPENDENT_LAUNCHES = 90
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Heads of a layer. Raises Unsupported for a head size or a GQA group without a kernel."""
+    """Heads of a layer on one kind of GPU.
+
+    Raises Unsupported for a head size or a GQA group without a kernel.
+    """
 
     num_qo_heads: int
     num_kv_heads: int
     head_dim: int
     element_bytes: int  # of q and KV: 2 or 4
+    shared_memory_bytes: int = SHARED_MEMORY_BYTES  # a block's limit; the tiles are fitted to it
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS and self.head_dim not in (16, 32):  # tiny: tests
@@ -66,8 +72,8 @@ class HotTile:
         tile = self
         if shape.element_bytes == 4:  # exact products run on the plain units: keep tiles small
             tile = replace(tile, block_m=min(64, tile.block_m), block_n=min(32, tile.block_n))
-        row_bytes = shape.block_d * shape.element_bytes
-        while (tile.block_m + 2 * tile.num_stages * tile.block_n) * row_bytes > SHARED_MEMORY_BYTES:
+        row_bytes, limit = shape.block_d * shape.element_bytes, shape.shared_memory_bytes
+        while (tile.block_m + 2 * tile.num_stages * tile.block_n) * row_bytes > limit:
             if tile.num_stages > 2:
                 tile = replace(tile, num_stages=tile.num_stages - 1)
             else:
@@ -159,6 +165,13 @@ LAYOUTS: dict[str, Layout] = {
         Layout("mixed", M16, COLD_THIN, MERGE, 1, 4, gemm=M128),
     )
 }
+
+
+def takes_descriptors(tile: HotTile, shape: AttentionShape, capability: int) -> bool:
+    """Whether the tile loads K and V by descriptors on a GPU of this compute capability."""
+    # the padding of a head would read the next one
+    whole_heads = shape.head_dim == shape.block_d
+    return tile.tma and whole_heads and capability >= FIRST_WITH_DESCRIPTORS
 
 
 def extend_tile(shape: AttentionShape) -> HotTile:

@@ -1,15 +1,18 @@
 """append_kv: new K and V rows to their slots, with rope on the way in when asked.
 
-KV is stored after rope at absolute positions. With rope, q is rotated in place by the same
-launch. Rows beyond the step's count write nothing.
+KV is stored after rope at absolute positions. With rope, the same launch writes
+the rotated q, in place or elsewhere. Rows beyond the step's count write nothing.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
+from granikv.attention.kernels.build import KernelBuild
 from granikv.attention.kernels.common import start_dependents
 from granikv.attention.variants import AttentionShape
 from granikv.core import Count
@@ -23,11 +26,12 @@ def _rotate(low, high, cos, sin):
     return low * cos[None, :] - high * sin[None, :], high * cos[None, :] + low * sin[None, :]
 
 
-@triton.jit(do_not_specialize=["k_stride", "v_stride", "q_stride"])
+@triton.jit(do_not_specialize=["k_stride", "v_stride", "q_stride", "q_out_stride"])
 def append_kernel(
     k_ptr,  # [T, HKV, D], row stride k_stride
     v_ptr,
-    q_ptr,  # [T, HQ, D], rotated in place when ROPE
+    q_ptr,  # [T, HQ, D], row stride q_stride
+    q_out_ptr,  # the same rotated, when ROPE; may be q_ptr
     k_arena_ptr,  # [capacity, HKV, D]
     v_arena_ptr,
     counts_ptr,  # int32 [16]
@@ -38,6 +42,7 @@ def append_kernel(
     k_stride,
     v_stride,
     q_stride,
+    q_out_stride,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -82,8 +87,36 @@ def append_kernel(
         low_q = tl.load(pointers, mask=keep_q, other=0.0).to(tl.float32)
         high_q = tl.load(pointers + HALF, mask=keep_q, other=0.0).to(tl.float32)
         low_q, high_q = _rotate(low_q, high_q, cos, sin)
-        tl.store(pointers, low_q.to(q_ptr.dtype.element_ty), mask=keep_q)
-        tl.store(pointers + HALF, high_q.to(q_ptr.dtype.element_ty), mask=keep_q)
+        pointers = q_out_ptr + row64 * q_out_stride + offsets_q
+        tl.store(pointers, low_q.to(q_out_ptr.dtype.element_ty), mask=keep_q)
+        tl.store(pointers + HALF, high_q.to(q_out_ptr.dtype.element_ty), mask=keep_q)
+
+
+@lru_cache(maxsize=64)
+def append_build(shape: AttentionShape, rope: bool, pdl: bool) -> KernelBuild:
+    """append_kv's kernel; pdl: the next launch may start early, and waits."""
+    pointers = ["k_ptr", "v_ptr", "q_ptr", "q_out_ptr", "k_arena_ptr", "v_arena_ptr"]
+    angles = "*fp32" if rope else "*i32"  # without rope any pointer is passed
+    return KernelBuild(
+        append_kernel,
+        {
+            **dict.fromkeys(pointers, "*T"),
+            **dict.fromkeys(["counts_ptr", "slot_mapping_ptr", "row_position_ptr"], "*i32"),
+            **dict.fromkeys(["cos_ptr", "sin_ptr"], angles),
+            **dict.fromkeys(["k_stride", "v_stride", "q_stride", "q_out_stride"], "i32"),
+        },
+        {
+            "HQ": shape.num_qo_heads,
+            "HKV": shape.num_kv_heads,
+            "D": shape.head_dim,
+            "BLOCK_HQ": triton.next_power_of_2(shape.num_qo_heads),
+            "BLOCK_HKV": triton.next_power_of_2(shape.num_kv_heads),
+            "BLOCK_HALF": shape.block_d // 2,
+            "ROPE": rope,
+            "PDL": pdl,
+        },
+        {"num_warps": 4},
+    )
 
 
 def append_kv(
@@ -106,11 +139,7 @@ def append_kv(
     if k.shape[0] == 0:
         return
     cos, sin = rope if rope is not None else (plan["counts"], plan["counts"])
-    append_kernel[(k.shape[0],)](
-        k, v, q, k_arena, v_arena, plan["counts"], plan["slot_mapping"], plan["row_position"],
-        cos, sin, k.stride(0), v.stride(0), q.stride(0),
-        HQ=shape.num_qo_heads, HKV=shape.num_kv_heads, D=shape.head_dim,
-        BLOCK_HQ=triton.next_power_of_2(shape.num_qo_heads),
-        BLOCK_HKV=triton.next_power_of_2(shape.num_kv_heads),
-        BLOCK_HALF=shape.block_d // 2, ROPE=rope is not None, PDL=pdl, num_warps=4,
+    append_build(shape, rope is not None, pdl).launch(
+        (k.shape[0],), k, v, q, q, k_arena, v_arena, plan["counts"], plan["slot_mapping"],
+        plan["row_position"], cos, sin, k.stride(0), v.stride(0), q.stride(0), q.stride(0),
     )  # fmt: skip

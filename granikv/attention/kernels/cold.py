@@ -9,13 +9,17 @@ cores (the other way round, 8 columns, V would not be copied asynchronously).
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
+from granikv.attention.kernels.build import KernelBuild
 from granikv.attention.kernels.common import (
     INTERPRET,
     KIND_RUN,
+    LOG2_E,
     attend_clamped,
     load_rows,
     load_some_rows,
@@ -148,6 +152,39 @@ def run_stages(num_stages: int, has_runs: bool) -> int:
     return max(2, (num_stages + 1) // 2) if has_runs else 0
 
 
+@lru_cache(maxsize=256)
+def cold_build(shape: AttentionShape, tile: ColdTile, has_runs: bool, pdl: bool) -> KernelBuild:
+    """cold_suffix_attention's kernel; has_runs: False when every item is SLOTS."""
+    tile = tile.fit(shape)
+    plan = ["counts_ptr", "cold_items_ptr", "row_position_ptr", "row_request_ptr"]
+    return KernelBuild(
+        cold_kernel,
+        {
+            **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr"], "*T"),
+            **dict.fromkeys(["o_ptr", "lse_ptr"], "*fp32"),
+            **dict.fromkeys([*plan, "request_slots_ptr"], "*i32"),
+            **dict.fromkeys(["q_stride", "slots_stride"], "i32"),
+            "scale_log2": "fp32",
+        },
+        {
+            "G": shape.group_size,
+            "HKV": shape.num_kv_heads,
+            "D": shape.head_dim,
+            "BLOCK_D": shape.block_d,
+            "BLOCK_N": tile.block_n,
+            "RUN_STAGES": run_stages(tile.num_stages, has_runs),
+            "PDL": pdl,
+            "INTERPRET": INTERPRET,
+        },
+        {
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+            "launch_pdl": pdl,
+            "maxnreg": tile.max_registers,
+        },
+    )
+
+
 def cold_suffix_attention(
     q: torch.Tensor,
     k_arena: torch.Tensor,
@@ -172,13 +209,9 @@ def cold_suffix_attention(
     """
     if num_items == 0:
         return
-    tile = tile.fit(shape)
-    cold_kernel[(num_items * shape.num_kv_heads,)](
+    cold_build(shape, tile, has_runs, pdl).launch(
+        (num_items * shape.num_kv_heads,),
         q, k_arena, v_arena, o_partials, lse_partials, plan["counts"], plan["cold_items"],
         plan["row_position"], plan["row_request"], request_slots,
-        q.stride(0), request_slots.stride(0), sm_scale * 1.4426950408889634,
-        G=shape.group_size, HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK_D=shape.block_d,
-        BLOCK_N=tile.block_n, RUN_STAGES=run_stages(tile.num_stages, has_runs), PDL=pdl,
-        INTERPRET=INTERPRET,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl, maxnreg=tile.max_registers,
+        q.stride(0), request_slots.stride(0), sm_scale * LOG2_E,
     )  # fmt: skip

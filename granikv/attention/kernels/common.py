@@ -13,6 +13,7 @@ from triton import knobs
 INTERPRET: bool = bool(knobs.runtime.interpret)
 
 KIND_RUN = tl.constexpr(0)  # SpanKind.RUN
+LOG2_E = 1.4426950408889634
 
 
 @triton.jit

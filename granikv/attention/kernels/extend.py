@@ -8,13 +8,17 @@ A program owns one (request, tile of its rows x GQA group, KV head) and writes t
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
+from granikv.attention.kernels.build import KernelBuild
 from granikv.attention.kernels.common import (
     INTERPRET,
     KIND_RUN,
+    LOG2_E,
     attend,
     attend_masked,
     load_rows,
@@ -120,6 +124,33 @@ def extend_kernel(
     )
 
 
+@lru_cache(maxsize=64)
+def extend_build(shape: AttentionShape, tile: HotTile) -> KernelBuild:
+    """extend_attention's kernel."""
+    tile = tile.fit(shape)
+    plan = ["extend_tiles_ptr", "qo_indptr_ptr", "extend_indptr_ptr", "extend_segments_ptr"]
+    rows = ["row_position_ptr", "row_request_ptr", "request_slots_ptr"]
+    return KernelBuild(
+        extend_kernel,
+        {
+            **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr", "out_ptr"], "*T"),
+            **dict.fromkeys([*plan, *rows], "*i32"),
+            **dict.fromkeys(["q_stride", "out_stride", "slots_stride"], "i32"),
+            "scale_log2": "fp32",
+        },
+        {
+            "G": shape.group_size,
+            "HKV": shape.num_kv_heads,
+            "D": shape.head_dim,
+            "BLOCK_D": shape.block_d,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "INTERPRET": INTERPRET,
+        },
+        {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+    )
+
+
 def extend_attention(
     q: torch.Tensor,
     k_arena: torch.Tensor,
@@ -140,12 +171,9 @@ def extend_attention(
     """
     if num_tiles == 0:
         return
-    tile = tile.fit(shape)
-    extend_kernel[(num_tiles * shape.num_kv_heads,)](
+    extend_build(shape, tile).launch(
+        (num_tiles * shape.num_kv_heads,),
         q, k_arena, v_arena, out, plan["extend_tiles"], plan["qo_indptr"], plan["extend_indptr"],
         plan["extend_segments"], plan["row_position"], plan["row_request"], request_slots,
-        q.stride(0), out.stride(0), request_slots.stride(0), sm_scale * 1.4426950408889634,
-        G=shape.group_size, HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK_D=shape.block_d,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, INTERPRET=INTERPRET,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        q.stride(0), out.stride(0), request_slots.stride(0), sm_scale * LOG2_E,
     )  # fmt: skip

@@ -9,14 +9,17 @@ another tile; a launch takes the items of the variants it is given.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from granikv.attention.kernels.build import KernelBuild
 from granikv.attention.kernels.common import (
     INTERPRET,
+    LOG2_E,
     attend,
     attend_masked,
     load_rows,
@@ -188,6 +191,46 @@ def prefetch_tokens(tile: HotTile, shape: AttentionShape) -> int:
     return tile.prefetch_tokens if whole_lines and not INTERPRET else 0
 
 
+@lru_cache(maxsize=256)
+def hot_build(shape: AttentionShape, tile: HotTile, tma: bool, pdl: bool) -> KernelBuild:
+    """hot_prefix_attention's kernel; tma: K and V also come as descriptors."""
+    tile = tile.fit(shape)
+    descriptor = f"tensordesc<T[{tile.block_n}, {shape.head_dim}]>" if tma else "*T"
+    plan = ["counts_ptr", "hot_items_ptr", "hot_rows_ptr", "row_position_ptr"]
+    return KernelBuild(
+        hot_kernel,
+        {
+            **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr"], "*T"),
+            **dict.fromkeys(["k_desc", "v_desc"], descriptor),
+            **dict.fromkeys(["o_ptr", "lse_ptr"], "*fp32"),
+            **dict.fromkeys(plan, "*i32"),
+            "q_stride": "i32",
+            "scale_log2": "fp32",
+            "variant": "i32",
+        },
+        {
+            "G": shape.group_size,
+            "HKV": shape.num_kv_heads,
+            "D": shape.head_dim,
+            "BLOCK_D": shape.block_d,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "TAIL_N": min(32, tile.block_n),
+            "PREFETCH": prefetch_tokens(tile, shape),
+            "ELEMENT_BYTES": shape.element_bytes,
+            "TMA": tma,
+            "PDL": pdl,
+            "INTERPRET": INTERPRET,
+        },
+        {
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+            "launch_pdl": pdl,
+            "maxnreg": tile.max_registers,
+        },
+    )
+
+
 def hot_prefix_attention(
     q: torch.Tensor,
     k_arena: torch.Tensor,
@@ -213,15 +256,9 @@ def hot_prefix_attention(
     """
     if num_items == 0:
         return
-    tile = tile.fit(shape)
-    grid = (num_items * shape.num_kv_heads, num_row_tiles)
-    hot_kernel[grid](
+    hot_build(shape, tile, descriptors is not None, pdl).launch(
+        (num_items * shape.num_kv_heads, num_row_tiles),
         q, k_arena, v_arena, *(descriptors or (k_arena, v_arena)), o_partials, lse_partials,
         plan["counts"], plan["hot_items"], plan["hot_rows"], plan["row_position"],
-        q.stride(0), sm_scale * 1.4426950408889634, variant,
-        G=shape.group_size, HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK_D=shape.block_d,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TAIL_N=min(32, tile.block_n),
-        PREFETCH=prefetch_tokens(tile, shape), ELEMENT_BYTES=shape.element_bytes,
-        TMA=descriptors is not None, PDL=pdl, INTERPRET=INTERPRET,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl, maxnreg=tile.max_registers,
+        q.stride(0), sm_scale * LOG2_E, variant,
     )  # fmt: skip

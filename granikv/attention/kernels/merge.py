@@ -6,10 +6,13 @@ The order is the plan's, never that of arrival, so results repeat bit for bit. A
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
+from granikv.attention.kernels.build import KernelBuild
 from granikv.attention.kernels.common import start_dependents, wait_for_previous
 from granikv.attention.variants import AttentionShape, MergeTile
 from granikv.core import Count
@@ -83,6 +86,34 @@ def merge_kernel(
     tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=in_row)
 
 
+def merge_heads(shape: AttentionShape, tile: MergeTile) -> int:
+    """Heads of a block: its grid is (rows, cdiv(num_qo_heads, this))."""
+    return min(tile.block_h, triton.next_power_of_2(shape.num_qo_heads))
+
+
+@lru_cache(maxsize=64)
+def merge_build(shape: AttentionShape, tile: MergeTile, pdl: bool) -> KernelBuild:
+    """merge_states' kernel."""
+    return KernelBuild(
+        merge_kernel,
+        {
+            **dict.fromkeys(["o_ptr", "lse_ptr"], "*fp32"),
+            **dict.fromkeys(["counts_ptr", "merge_indptr_ptr", "merge_partials_ptr"], "*i32"),
+            "out_ptr": "*T",
+            "out_stride": "i32",
+        },
+        {
+            "HQ": shape.num_qo_heads,
+            "D": shape.head_dim,
+            "BLOCK_D": shape.block_d,
+            "BLOCK_H": merge_heads(shape, tile),
+            "BLOCK_P": tile.block_p,
+            "PDL": pdl,
+        },
+        {"num_warps": tile.num_warps, "launch_pdl": pdl},
+    )
+
+
 def merge_states(
     plan: dict[str, torch.Tensor],
     o_partials: torch.Tensor,
@@ -97,9 +128,8 @@ def merge_states(
     num_rows = out.shape[0]
     if num_rows == 0:
         return
-    block_h = min(tile.block_h, triton.next_power_of_2(shape.num_qo_heads))
-    merge_kernel[(num_rows, triton.cdiv(shape.num_qo_heads, block_h))](
+    merge_build(shape, tile, pdl).launch(
+        (num_rows, triton.cdiv(shape.num_qo_heads, merge_heads(shape, tile))),
         o_partials, lse_partials, plan["counts"], plan["merge_indptr"], plan["merge_partials"],
-        out, out.stride(0), HQ=shape.num_qo_heads, D=shape.head_dim, BLOCK_D=shape.block_d,
-        BLOCK_H=block_h, BLOCK_P=tile.block_p, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
+        out, out.stride(0),
     )  # fmt: skip

@@ -7,12 +7,20 @@ In one launch every block pays for the registers of the largest tile, so this is
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
+from granikv.attention.kernels.build import KernelBuild
 from granikv.attention.kernels.cold import cold_tile, run_stages
-from granikv.attention.kernels.common import INTERPRET, start_dependents, wait_for_previous
+from granikv.attention.kernels.common import (
+    INTERPRET,
+    LOG2_E,
+    start_dependents,
+    wait_for_previous,
+)
 from granikv.attention.kernels.hot import hot_tile, prefetch_tokens
 from granikv.attention.variants import AttentionShape, HotTile
 from granikv.core import Count
@@ -75,6 +83,41 @@ def small_kernel(
         wait_for_previous(PDL)  # a launch must not end before the one it depends on
 
 
+@lru_cache(maxsize=64)
+def small_build(
+    shape: AttentionShape, tile: HotTile, cold_n: int, has_runs: bool, pdl: bool
+) -> KernelBuild:
+    """small_step_attention's kernel; cold_n: tokens of a COLD block."""
+    tile = tile.fit(shape)
+    plan = ["counts_ptr", "hot_items_ptr", "hot_rows_ptr", "cold_items_ptr"]
+    rows = ["row_position_ptr", "row_request_ptr", "request_slots_ptr"]
+    return KernelBuild(
+        small_kernel,
+        {
+            **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr"], "*T"),
+            **dict.fromkeys(["o_ptr", "lse_ptr"], "*fp32"),
+            **dict.fromkeys([*plan, *rows], "*i32"),
+            **dict.fromkeys(["q_stride", "slots_stride", "num_row_tiles"], "i32"),
+            "scale_log2": "fp32",
+        },
+        {
+            "G": shape.group_size,
+            "HKV": shape.num_kv_heads,
+            "D": shape.head_dim,
+            "BLOCK_D": shape.block_d,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "COLD_N": min(cold_n, tile.block_n),
+            "RUN_STAGES": run_stages(tile.num_stages, has_runs),
+            "PREFETCH": prefetch_tokens(tile, shape),
+            "ELEMENT_BYTES": shape.element_bytes,
+            "PDL": pdl,
+            "INTERPRET": INTERPRET,
+        },
+        {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "launch_pdl": pdl},
+    )
+
+
 def small_step_attention(
     q: torch.Tensor,
     k_arena: torch.Tensor,
@@ -100,15 +143,9 @@ def small_step_attention(
     """
     if num_items == 0:
         return
-    tile = tile.fit(shape)
-    small_kernel[(num_items * shape.num_kv_heads,)](
+    small_build(shape, tile, cold_n, has_runs, pdl).launch(
+        (num_items * shape.num_kv_heads,),
         q, k_arena, v_arena, o_partials, lse_partials, plan["counts"], plan["hot_items"],
         plan["hot_rows"], plan["cold_items"], plan["row_position"], plan["row_request"],
-        request_slots, q.stride(0), request_slots.stride(0), num_row_tiles,
-        sm_scale * 1.4426950408889634,
-        G=shape.group_size, HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK_D=shape.block_d,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, COLD_N=min(cold_n, tile.block_n),
-        PREFETCH=prefetch_tokens(tile, shape), ELEMENT_BYTES=shape.element_bytes,
-        RUN_STAGES=run_stages(tile.num_stages, has_runs), PDL=pdl, INTERPRET=INTERPRET,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
+        request_slots, q.stride(0), request_slots.stride(0), num_row_tiles, sm_scale * LOG2_E,
     )  # fmt: skip

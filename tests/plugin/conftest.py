@@ -1,0 +1,91 @@
+"""Builds the plugin for a few architectures once (kept in out/), its test host and a fake driver."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trtllm_plugin.native import cuda_include, tensorrt_include
+
+ROOT = Path(__file__).resolve().parents[2]
+HOST = ROOT / "trtllm_plugin" / "tests"
+CACHE = ROOT / "out" / "plugin"
+if torch.cuda.is_available():
+    OUT = ROOT / "out" / "plugin-test-gpu"
+    ARCH = "{}{}".format(*torch.cuda.get_device_capability())
+    MODELS, ELEMENTS = "smollm2-135m,llama-3.1-8b", "all"
+else:
+    OUT = ROOT / "out" / "plugin-test"
+    ARCH, MODELS, ELEMENTS = "80,90,120", "smollm2-135m", "bf16"
+
+
+def builder():
+    """build_scripts/build_plugin.py as a module."""
+    spec = importlib.util.spec_from_file_location(
+        "build_plugin", ROOT / "build_scripts" / "build_plugin.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["build_plugin"] = module  # typer resolves annotations through it
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def library() -> Path:
+    missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
+    if not (shutil.which("g++") or os.environ.get("CXX")):
+        missing.append("g++")
+    if missing:
+        made = OUT / "libgranikv_trt.so"
+        if made.exists():  # built elsewhere and brought here
+            return made
+        pytest.skip(f"building the plugin needs {', '.join(missing)}; or bring {made}")
+    return builder().build(MODELS, ELEMENTS, ARCH, OUT, cache=CACHE, progress=False)
+
+
+def compile_once(name: str, options: list[str], sources: list[Path]) -> Path:
+    """A program or library from the first of `sources`, again only when one of them changed."""
+    folder = CACHE / "host"
+    digest = hashlib.sha256(" ".join(options).encode())
+    for source in sources:
+        digest.update(source.read_bytes())
+    made = folder / digest.hexdigest()[:16] / name
+    if not made.exists():
+        made.parent.mkdir(parents=True, exist_ok=True)
+        command = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Wno-deprecated-declarations"]
+        command += [f"-I{HOST.parent / 'src'}", f"-I{HOST}", *options]
+        for include in (tensorrt_include(None, CACHE / "packages"), cuda_include(None)):
+            command += ["-isystem", str(include)]
+        partial = made.with_name(f"{name}.{os.getpid()}")
+        command += [str(sources[0]), "-o", str(partial), "-ldl"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        partial.replace(made)
+    return made
+
+
+@pytest.fixture(scope="session")
+def host(library) -> Path:
+    headers = [*sorted(HOST.glob("*.h")), HOST.parent / "src" / "plugin_io.h"]
+    return compile_once("host", [], [HOST / "host.cpp", *headers])
+
+
+@pytest.fixture(scope="session")
+def fake_cuda(library) -> Path:
+    """Folder with a libcuda.so.1 that writes launches down; see fake_cuda.cpp."""
+    return compile_once("libcuda.so.1", ["-shared", "-fPIC"], [HOST / "fake_cuda.cpp"]).parent
+
+
+@pytest.fixture(scope="session")
+def fake_nccl(library) -> Path:
+    """Folder with a libnccl.so.2 that prints what it is asked for."""
+    return compile_once("libnccl.so.2", ["-shared", "-fPIC"], [HOST / "fake_nccl.cpp"]).parent

@@ -1,0 +1,172 @@
+"""A step as files for the test host, and the launches that GpuAttention makes for it."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from granikv.attention import gpu
+from granikv.attention.kernels.build import KernelBuild
+from granikv.attention.variants import LAYOUTS
+from tests.kernels.support import DEVICE, Step
+
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+PLAN_INPUTS = (
+    "counts",
+    "row_request",
+    "row_position",
+    "slot_mapping",
+    "hot_items",
+    "hot_rows",
+    "cold_items",
+    "merge_indptr",
+    "merge_partials",
+    "qo_indptr",
+    "extend_indptr",
+    "extend_segments",
+    "extend_tiles",
+)
+LAYER, BINDING = 1, 7
+
+
+@dataclass
+class Launch:
+    """One launch of GpuAttention: the kernel's description, its grid and arguments by name."""
+
+    build: KernelBuild
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def packed_rows(step: Step) -> torch.Tensor:
+    """[rows, (Hq + 2 Hkv) * D]: q, k and v before rope."""
+    rows = step.q.shape[0]
+    return torch.cat([x.reshape(rows, -1) for x in (step.q, step.new_k, step.new_v)], 1)
+
+
+def angles(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    half = step.dim // 2
+    turn = torch.arange(step.request_slots.shape[1])[:, None] * 0.97 ** torch.arange(half)
+    return turn.float().cos().contiguous(), turn.float().sin().contiguous()
+
+
+def prepared(step: Step, capture: bool = False, capability: int = 0) -> gpu.GpuAttention:
+    """Attention with rope that has the step's plan; capability: of a GPU that is only imagined."""
+    attention = step.attention()
+    if capability:
+        attention.capability, attention.pdl = capability, capability >= 90
+    attention.rope = tuple(x.to(DEVICE) for x in angles(step))
+    attention.prepare(step.plan, step.split.layout, capture)
+    return attention
+
+
+def run_rows(step: Step, attention: gpu.GpuAttention) -> torch.Tensor:
+    """GpuAttention's output for the packed rows, on its device."""
+    rows, (qo, kv) = packed_rows(step).to(DEVICE), step.heads
+    q, k, v = rows.view(len(rows), qo + 2 * kv, step.dim).split([qo, kv, kv], 1)
+    return attention.run(LAYER, q, k, v)
+
+
+def record(step: Step, monkeypatch, capture: bool = False, capability: int = 90) -> list[Launch]:
+    """What GpuAttention launches on a GPU of this capability; nothing runs."""
+    made: list[Launch] = []
+
+    def keep(build: KernelBuild, grid: tuple[int, ...], *arguments: Any) -> None:
+        made.append(Launch(build, grid, dict(zip(build.types, arguments, strict=True))))
+
+    monkeypatch.setattr(KernelBuild, "launch", keep)
+    run_rows(step, prepared(step, capture, capability))
+    monkeypatch.undo()
+    return made
+
+
+def write_step(
+    step: Step, folder: Path, attention: gpu.GpuAttention, bind: bool = True, **changes: int
+) -> None:
+    """The step's inputs in the format of trtllm_plugin/tests/run_step.h.
+
+    changes: entries of launch_dims, or workspace_offset, instead of the step's own.
+    """
+    rows = len(step.q)
+    used = _used(step, attention)
+    cos, sin = angles(step)
+    tensors = [packed_rows(step), cos, sin, step.request_slots]
+    tensors += [attention.plan[name][: used.get(name, 1 << 30)] for name in PLAN_INPUTS]
+    has_decode = bool(attention.num_decode_rows or rows > attention.num_rows)
+    layout = list(LAYOUTS).index(attention.layout.name)
+    launch_dims = [0, layout, launch_size(attention, "row_tiles")]
+    launch_dims += [int(launch_size(attention, "has_runs")), int(has_decode)]
+    shapes = [list(t.shape) for t in tensors] + [[*launch_dims, BINDING]]
+    num_layers, capacity = step.k.shape[:2]
+    lines = [
+        f"field layer i32:{LAYER}",
+        f"field num_qo_heads i32:{step.heads[0]}",
+        f"field num_kv_heads i32:{step.heads[1]}",
+        f"field head_dim i32:{step.dim}",
+        f"field max_partials i32:{attention.o_partials.shape[0]}",
+        f"element {ELEMENTS[step.dtype]}",
+        *(f"{key} {value}" for key, value in changes.items()),
+        f"num_layers {num_layers}",
+        f"capacity {capacity}",
+        f"num_qo_heads {step.heads[0]}",
+        f"num_kv_heads {step.heads[1]}",
+        f"head_dim {step.dim}",
+        f"binding {BINDING}",
+        f"max_rows {rows + 5}",
+        f"bind {int(bind)}",
+    ]
+    for index, shape in enumerate(shapes):
+        name = "-"
+        if index < len(tensors) and tensors[index].numel():
+            name = f"{index}.bin"
+            (folder / name).write_bytes(raw(tensors[index]))
+        lines.append(f"tensor {index} {len(shape)} {' '.join(map(str, shape))} {name}")
+    (folder / "k.bin").write_bytes(raw(step.k))
+    (folder / "v.bin").write_bytes(raw(step.v))
+    (folder / "manifest.txt").write_text("\n".join(lines) + "\n")
+
+
+def launch_size(attention: gpu.GpuAttention, name: str) -> int:
+    """A grid or flag of the prepared plan; some versions keep them private."""
+    return int(vars(attention).get(name, vars(attention).get(f"_{name}")))
+
+
+def _used(step: Step, attention: gpu.GpuAttention) -> dict[str, int]:
+    """First dimension of the inputs that are as long as the grid, or as what is in use."""
+    counts = step.plan.counts
+    return {
+        "hot_items": launch_size(attention, "hot_grid"),
+        "cold_items": launch_size(attention, "cold_grid"),
+        "extend_tiles": launch_size(attention, "num_tiles"),
+        "hot_rows": len(step.plan.hot_rows),
+        "merge_partials": len(step.plan.merge_partials),
+        "extend_segments": len(step.plan.extend_segments),
+        "merge_indptr": int(counts[1]) + 1,
+        "qo_indptr": int(counts[2]) + 1,
+        "extend_indptr": int(counts[2]) + 1,
+    }
+
+
+def run_host(host: Path, library: Path, *arguments: object, env: dict | None = None) -> str:
+    """Output of the test host. Raises AssertionError with its message when it fails."""
+    done = subprocess.run(
+        [str(host), str(library), *map(str, arguments)],
+        capture_output=True, text=True, timeout=120, env=env,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr.strip()
+    return done.stdout
+
+
+def read_out(path: Path, step: Step) -> torch.Tensor:
+    bits = {torch.float32: np.int32}.get(step.dtype, np.int16)
+    return torch.from_numpy(np.frombuffer(path.read_bytes(), bits).copy()).view(step.dtype)

@@ -1,0 +1,152 @@
+"""Ahead-of-time kernels are those of the JIT: every launch has its cubin, and PTX is the same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from granikv.attention.variants import LAYOUTS
+from granikv.errors import InvalidArgument
+from tests.kernels.support import ON_GPU, Row, Step
+from tests.plugin.plugin_support import Launch, record
+from trtllm_plugin import aot, header
+from trtllm_plugin.table import (
+    ARCHITECTURES,
+    MODELS,
+    Heads,
+    heads_of,
+    key_of,
+    program,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+EVERYONE, TOOLS = (0, 8, 150), (1, 170, 61)
+HOT_AND_COLD = [Row([EVERYONE, TOOLS], 37), Row([EVERYONE], 5), Row([], 64)]
+STEPS = {
+    "both": HOT_AND_COLD,
+    "runs": [*HOT_AND_COLD, Row([EVERYONE], 40, flat=True)],
+    "hot": [Row([EVERYONE], 0), Row([EVERYONE], 0)],
+    "cold": [Row([], 50), Row([], 64)],
+    "extend": [*HOT_AND_COLD, Row([EVERYONE], 30, num_new=20)],
+}
+pytestmark = pytest.mark.skipif(ON_GPU, reason="imagines GPUs; on one, see test_on_gpu.py")
+
+
+def step_of(name: str, layout: str, heads: Heads) -> Step:
+    return Step(
+        STEPS[name],
+        (heads.num_qo_heads, heads.num_kv_heads),
+        heads.head_dim,
+        torch.bfloat16,
+        layout=LAYOUTS[layout],
+        padding=2,
+    )
+
+
+def as_jit_sees(launch: Launch, capability: int):
+    """(ASTSource, options) that Triton's JIT derives from the launch's arguments."""
+    kernel = launch.build.kernel
+    backend = make_backend(GPUTarget("cuda", capability, 32))
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    named = {
+        **launch.build.constants,
+        **launch.build.options,
+        "debug": kernel.debug or knobs.runtime.debug,
+        "instrumentation_mode": knobs.compilation.instrumentation_mode,
+    }
+    bound, specialization, options = bind(*launch.arguments.values(), **named)
+    options, signature, constants, attributes = kernel._pack_args(
+        backend, named, bound, specialization, options
+    )
+    return ASTSource(kernel, signature, constants, attributes), options.__dict__
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_every_launch_has_a_cubin_of_its_own_specialisation(layout, capability, monkeypatch):
+    heads = Heads(9, 3, 64, "bf16")
+    made = program(heads, capability)
+    known = {job.key: job for job in made.jobs()}
+    for name in STEPS:
+        launches = record(step_of(name, layout, heads), monkeypatch, capability=capability)
+        for launch in launches:
+            key = key_of(launch.build, heads.element, capability)
+            assert key in known, f"{name}: {launch.build}"
+            build = known[key].build()
+            source, _ = as_jit_sees(launch, capability)
+            assert source.signature == build.signature(heads.element)
+            assert source.constants == build.indexed_constants()
+            assert source.attrs == build.attributes()
+
+
+def chosen(launches: list[Launch]) -> dict[str, Launch]:
+    """One launch per kernel, HOT with and without descriptors."""
+    return {f"{x.build.name}, TMA={x.build.constants.get('TMA', '-')}": x for x in launches}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_ptx_of_both_builds_is_the_same(capability, monkeypatch, tmp_path):
+    heads = Heads(9, 3, 64, "bf16")
+    launches = []
+    for layout in ("small", "large", "many") if capability == 90 else ("large",):
+        launches += record(step_of("extend", layout, heads), monkeypatch, capability=capability)
+    picked = chosen(launches)
+    assert len(picked) == (7 if capability == 90 else 5), sorted(picked)
+    jobs = {job.key: job for job in program(heads, capability).jobs()}
+    for name, launch in picked.items():
+        texts = []
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "jit"))
+        source, options = as_jit_sees(launch, capability)
+        jit = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        texts.append(jit.asm["ptx"])
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "aot"))
+        texts.append(aot.compile_job(jobs[key_of(launch.build, "bf16", capability)]).asm["ptx"])
+        assert texts[0] == texts[1], name
+        assert f".target sm_{capability}" in texts[0]
+
+
+def test_the_table_covers_models_and_splits():
+    found = heads_of(MODELS)
+    assert {"llama-3.1-8b", "qwen2.5-7b", "qwen3-8b", "mistral-7b", "smollm2-135m"} <= set(MODELS)
+    for tp in (1, 2, 4):
+        assert Heads(32 // tp, 8 // tp, 128, "bf16") in found
+        assert Heads(28 // tp, 4 // tp, 128, "fp16") in found
+    assert Heads(9, 3, 64, "fp32") in found
+    assert len(set(found)) == len(found)
+    for heads in found:
+        for capability in ARCHITECTURES:
+            assert len(program(heads, capability).layouts) == len(LAYOUTS)
+
+
+def test_unknown_names_are_refused_with_what_is_known():
+    with pytest.raises(InvalidArgument, match="models: expected one of .*smollm2-135m.*'gpt-2'"):
+        header.programs_for("gpt-2", "all", "90")
+    with pytest.raises(InvalidArgument, match=r"arch: expected one of \[80, .*\], got 70"):
+        header.programs_for("llama-3.1-8b", "bf16", "70")
+    with pytest.raises(InvalidArgument, match="elements: expected a type of"):
+        header.programs_for("llama-3.1-8b", "fp32", "90")
+
+
+def test_triton_is_pinned_to_what_the_makefile_installs():
+    pinned = re.search(r"^TRITON \?= triton==(\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert pinned is not None and pinned[1] == aot.PINNED_TRITON
+
+
+def test_parameters_are_read_from_ptx():
+    ptx = """.visible .entry hot_kernel(
+	.param .u64 .ptr .global .align 1 hot_kernel_param_0,
+	.param .align 64 .b8 hot_kernel_param_1[128],
+	.param .u32 hot_kernel_param_2,
+	.param .f32 hot_kernel_param_3
+)
+"""
+    assert aot.ptx_sizes(ptx) == [8, 128, 4, 4]

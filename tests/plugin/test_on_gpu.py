@@ -1,0 +1,86 @@
+"""The plugin on a GPU against granikv.attention: outputs and arenas are equal bit for bit.
+
+The test host drives the library's cubins through a whole life, eagerly and through a CUDA graph;
+GpuAttention runs the same kernels just in time from the same inputs.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from granikv.attention.variants import LAYOUTS
+from tests.kernels.support import ON_GPU, Row, Step
+from tests.plugin.plugin_support import (
+    LAYER,
+    prepared,
+    raw,
+    read_out,
+    run_host,
+    run_rows,
+    write_step,
+)
+from tests.plugin.test_aot import EVERYONE, STEPS, TOOLS
+
+pytestmark = pytest.mark.skipif(not ON_GPU, reason="needs a GPU of a supported architecture")
+SMALL, LARGE = ((9, 3), 64), ((32, 8), 128)
+MANY = [Row([EVERYONE, TOOLS], 20 + 3 * i) for i in range(24)] + [Row([], 90)]
+CROWD = [Row([EVERYONE], 20 + 3 * i) for i in range(24)]
+MIXED = [*CROWD, Row([TOOLS], 17)]
+
+
+def check(steps: dict[str, Step], folder, host, library, capture=False, **changes: int) -> None:
+    """All steps in one process of the host, since loading kernels takes most of its time."""
+    wanted = {}
+    for name, step in steps.items():
+        (folder / name).mkdir()
+        attention = prepared(step, capture)
+        write_step(step, folder / name, attention, **changes)
+        out = run_rows(step, attention).cpu()
+        wanted[name] = (out, raw(attention.k_arena), raw(attention.v_arena))
+        assert torch.isnan(attention.k_arena[1 - LAYER]).all()
+    run_host(host, library, "run", *(folder / name for name in steps))
+    for name, (want, k, v) in wanted.items():
+        for file in ("out.bin", "out_graph.bin"):
+            got = read_out(folder / name / file, steps[name]).view(want.shape)
+            assert not torch.isnan(got).any(), f"{name}, {file}: rows were left unwritten"
+            differs = (got != want).any(1).nonzero().flatten().tolist()
+            assert not differs, f"{name}, {file}: rows {differs[:10]} of {len(want)} differ"
+        assert (folder / name / "k_out.bin").read_bytes() == k, f"{name}: K differs"
+        assert (folder / name / "v_out.bin").read_bytes() == v, f"{name}: V differs"
+
+
+def step_of(rows: list[Row], heads, layout: str, dtype=torch.bfloat16, padding: int = 2) -> Step:
+    return Step(
+        rows, *heads, dtype, layout=LAYOUTS[layout], padding=padding, num_sms=132, capacity=4096
+    )
+
+
+@pytest.mark.parametrize("capture", [False, True], ids=["exact", "captured"])
+@pytest.mark.parametrize("heads", [SMALL, LARGE], ids=["9x3x64", "32x8x128"])
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_every_layout(layout, heads, capture, host, library, tmp_path):
+    rows = {**STEPS, "many": MANY, "mixed": MIXED}
+    steps = {name: step_of(rows[name], heads, layout) for name in rows}
+    check(steps, tmp_path, host, library, capture)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+def test_other_types(dtype, host, library, tmp_path):
+    steps = {
+        f"{name}-{layout}": step_of(STEPS[name], SMALL, layout, dtype)
+        for name in ("runs", "extend")
+        for layout in ("mid", "small")
+    }
+    check(steps, tmp_path, host, library)
+
+
+def test_a_workspace_may_begin_anywhere(host, library, tmp_path):
+    steps = {"both": step_of(STEPS["both"], LARGE, "large")}
+    check(steps, tmp_path, host, library, workspace_offset=8)
+
+
+def test_repeated_runs_are_equal(host, library, tmp_path):
+    """Dependent launches and two streams: any race would show as a difference between runs."""
+    steps = {str(i): step_of(MANY, LARGE, "small" if i % 2 else "large") for i in range(8)}
+    check(steps, tmp_path, host, library, True)

@@ -1,0 +1,213 @@
+// One step of one layer through the plugin's whole life, from files to files.
+//
+// FOLDER/manifest.txt has lines of "key value ...":
+//     field NAME VALUE                 plugin fields, as `host create` takes them
+//     element bf16|fp16|fp32   layer N   num_layers N   capacity N   binding N   max_rows N
+//     num_qo_heads N   num_kv_heads N   head_dim N
+//     workspace_offset N               bytes by which the workspace is out of alignment
+//     bind 0|1                         0: the arenas are not bound before the step
+//     tensor INDEX RANK D0 D1 ... FILE|-
+// k.bin and v.bin hold the arenas [num_layers, capacity, Hkv, D]. Written: out.bin (eager),
+// out_graph.bin (captured and replayed), k_out.bin and v_out.bin (all layers, after both).
+#pragma once
+
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <sstream>
+
+#include "device.h"
+#include "plugin_io.h"
+#include "plugin_life.h"
+
+namespace host {
+
+class Step {
+public:
+    Step(Library& library, std::string folder) : library_(library), folder_(std::move(folder)) {
+        std::ifstream lines(folder_ + "/manifest.txt");
+        for (std::string line; std::getline(lines, line);) read(line);
+        if (inputs_.size() != granikv::kNumInputs) throw std::runtime_error("tensors are missing");
+    }
+
+    void run() {
+        Plugin const built = library_.create(kName, fields_, nvinfer1::TensorRTPhase::kBUILD);
+        if (!built) throw std::runtime_error("createPlugin");
+        size_t const workspace_bytes = configure(*built);
+        Plugin const loaded = library_.reload(*built, kName);
+        if (!loaded) throw std::runtime_error("createPlugin from serialised fields");
+        Device device;  // makes its context current, as TensorRT has it when it attaches
+        Plugin const attached(Library::runtime(*loaded).attachToContext(&context_));
+        if (!attached) throw std::runtime_error("attachToContext");
+        upload(device);
+        if (numbers_["bind"]) bind();
+        auto& runtime = Library::runtime(*attached);
+        require(runtime.setTactic(0) == 0, "setTactic");
+        require(runtime.onShapeChange(descs_.data(), granikv::kNumInputs, &out_desc_, 1) == 0,
+                "onShapeChange");
+        CUdeviceptr const workspace = device.allocate(workspace_bytes);
+        void* const place = reinterpret_cast<void*>(workspace + numbers_["workspace_offset"]);
+        auto const enqueue = [&] {
+            void* outputs[] = {reinterpret_cast<void*>(out_)};
+            require(runtime.enqueue(descs_.data(), &out_desc_, pointers_.data(), outputs, place,
+                                    device.stream) == 0,
+                    "enqueue");
+        };
+        poison(device);
+        enqueue();
+        device.synchronize();
+        write("out.bin", device.download(out_, out_bytes_));
+        poison(device);
+        device.throughGraph(enqueue);
+        write("out_graph.bin", device.download(out_, out_bytes_));
+        write("k_out.bin", device.download(k_, arena_bytes_));
+        write("v_out.bin", device.download(v_, arena_bytes_));
+        if (numbers_["bind"])
+            require(library_.function<int32_t (*)(int32_t)>("granikvUnbindArenas")(
+                        int32_t(numbers_["binding"])) == 0,
+                    "granikvUnbindArenas");
+        std::cout << "workspace " << workspace_bytes << '\n';
+    }
+
+private:
+    static constexpr char kName[] = "HotColdAttention";
+
+    static void require(bool holds, char const* what) {
+        if (!holds) throw std::runtime_error(what);
+    }
+    static std::string readFile(std::string const& path) {
+        std::ifstream file(path, std::ios::binary);
+        if (!file) throw std::runtime_error("cannot read " + path);
+        return {std::istreambuf_iterator<char>(file), {}};
+    }
+    void write(char const* name, std::string const& bytes) {
+        std::ofstream(folder_ + "/" + name, std::ios::binary) << bytes;
+    }
+    nvinfer1::DataType typeOf(granikv::Type type) const {
+        if (type == granikv::Type::kFloat) return nvinfer1::DataType::kFLOAT;
+        if (type == granikv::Type::kInt32) return nvinfer1::DataType::kINT32;
+        if (element_ == "bf16") return nvinfer1::DataType::kBF16;
+        return element_ == "fp16" ? nvinfer1::DataType::kHALF : nvinfer1::DataType::kFLOAT;
+    }
+    size_t elementBytes() const { return element_ == "fp32" ? 4 : 2; }
+
+    void read(std::string const& line) {
+        std::istringstream words(line);
+        std::string key, name, value;
+        words >> key;
+        if (key == "field") {
+            words >> name >> value;
+            fields_.parse(name, value);
+        } else if (key == "element") {
+            words >> element_;
+        } else if (key == "tensor") {
+            int32_t index = 0;
+            nvinfer1::PluginTensorDesc desc{};
+            words >> index >> desc.dims.nbDims;
+            for (int32_t i = 0; i < desc.dims.nbDims; ++i) words >> desc.dims.d[i];
+            words >> value;
+            require(index == int32_t(inputs_.size()), "tensors are out of order");
+            desc.type = typeOf(granikv::kInputs[index].type);
+            desc.format = nvinfer1::TensorFormat::kLINEAR;
+            desc.scale = 1.0f;
+            descs_.push_back(desc);
+            inputs_.push_back(value == "-" ? "" : readFile(folder_ + "/" + value));
+        } else if (!key.empty()) {
+            words >> numbers_[key];
+        }
+    }
+
+    // The build phase; returns the workspace's bytes.
+    size_t configure(nvinfer1::IPluginV3& plugin) {
+        auto& build = Library::build(plugin);
+        std::vector<nvinfer1::DynamicPluginTensorDesc> tensors;
+        for (auto const& desc : descs_) tensors.push_back({desc, desc.dims, desc.dims, desc.dims});
+        tensors[granikv::kQkv].max.d[0] = numbers_["max_rows"];
+        out_desc_ = descs_[granikv::kQkv];
+        out_desc_.dims.d[1] = numbers_["num_qo_heads"] * numbers_["head_dim"];
+        tensors.push_back({out_desc_, out_desc_.dims, out_desc_.dims, out_desc_.dims});
+        for (int32_t i = 0; i < int32_t(tensors.size()); ++i)
+            require(build.supportsFormatCombination(i, tensors.data(), granikv::kNumInputs, 1),
+                    "supportsFormatCombination");
+        nvinfer1::DataType types[granikv::kNumInputs], out_type{};
+        for (int32_t i = 0; i < granikv::kNumInputs; ++i) types[i] = descs_[i].type;
+        require(build.getNbOutputs() == 1 &&
+                    build.getOutputDataTypes(&out_type, 1, types, granikv::kNumInputs) == 0 &&
+                    out_type == out_desc_.type,
+                "getOutputDataTypes");
+        checkOutputShape(build);
+        require(build.configurePlugin(tensors.data(), granikv::kNumInputs,
+                                      &tensors[granikv::kNumInputs], 1) == 0,
+                "configurePlugin");
+        // a timing run: nothing is bound, nothing is allocated
+        std::vector<void const*> nothing(granikv::kNumInputs, nullptr);
+        void* no_output[] = {nullptr};
+        require(Library::runtime(plugin).enqueue(descs_.data(), &out_desc_, nothing.data(),
+                                                 no_output, nullptr, nullptr) == 0,
+                "enqueue in the build phase");
+        return build.getWorkspaceSize(tensors.data(), granikv::kNumInputs,
+                                      &tensors[granikv::kNumInputs], 1);
+    }
+
+    void checkOutputShape(nvinfer1::IPluginV3OneBuild& build) {
+        ExprBuilder builder;
+        std::deque<Constant> numbers;
+        std::vector<nvinfer1::DimsExprs> dims(granikv::kNumInputs);
+        for (int32_t i = 0; i < granikv::kNumInputs; ++i) {
+            dims[i].nbDims = descs_[i].dims.nbDims;
+            for (int32_t d = 0; d < dims[i].nbDims; ++d)
+                dims[i].d[d] = &numbers.emplace_back(descs_[i].dims.d[d]);
+        }
+        nvinfer1::DimsExprs out{};
+        require(build.getOutputShapes(dims.data(), granikv::kNumInputs, nullptr, 0, &out, 1,
+                                      builder) == 0 &&
+                    out.nbDims == 2 && out.d[0] == dims[granikv::kQkv].d[0] &&
+                    out.d[1]->getConstantValue() == out_desc_.dims.d[1],
+                "getOutputShapes");
+    }
+
+    void upload(Device& device) {
+        for (auto const& bytes : inputs_)
+            pointers_.push_back(reinterpret_cast<void const*>(device.upload(bytes)));
+        out_bytes_ = size_t(out_desc_.dims.d[0]) * out_desc_.dims.d[1] * elementBytes();
+        out_ = device.allocate(out_bytes_);
+        std::string const k = readFile(folder_ + "/k.bin"), v = readFile(folder_ + "/v.bin");
+        arena_bytes_ = k.size();
+        k_ = device.upload(k);
+        v_ = device.upload(v);
+    }
+
+    void poison(Device& device) { device.fill(out_, 0xff, out_bytes_); }  // NaN in every type
+
+    void bind() {
+        using Bind = int32_t (*)(int32_t, int32_t, int32_t, int64_t const*, int64_t, int32_t,
+                                 int32_t, int32_t, char const*);
+        int64_t const layers = numbers_["num_layers"];
+        int64_t const layer_bytes = int64_t(arena_bytes_) / layers;
+        std::vector<int64_t> addresses;
+        for (int64_t layer = 0; layer < layers; ++layer) {
+            addresses.push_back(int64_t(k_) + layer * layer_bytes);
+            addresses.push_back(int64_t(v_) + layer * layer_bytes);
+        }
+        require(library_.function<Bind>("granikvBindArenas")(
+                    int32_t(numbers_["binding"]), 0, int32_t(layers), addresses.data(),
+                    numbers_["capacity"], int32_t(numbers_["num_qo_heads"]),
+                    int32_t(numbers_["num_kv_heads"]), int32_t(numbers_["head_dim"]),
+                    element_.c_str()) == 0,
+                "granikvBindArenas");
+    }
+
+    Library& library_;
+    std::string folder_, element_;
+    Fields fields_;
+    std::map<std::string, int64_t> numbers_;
+    std::vector<std::string> inputs_;  // bytes
+    std::vector<nvinfer1::PluginTensorDesc> descs_;
+    nvinfer1::PluginTensorDesc out_desc_{};
+    ResourceContext context_;
+    std::vector<void const*> pointers_;
+    CUdeviceptr out_{}, k_{}, v_{};
+    size_t out_bytes_{}, arena_bytes_{};
+};
+
+}  // namespace host
