@@ -91,6 +91,18 @@ class Meter:
         )
         return round(fastest, 1)
 
+    def ratio(self, name: str, call: Call, other: Call, repeats: int) -> float:
+        """Time of `other` over that of `call`: the median of pairs made in turns, so that a
+        machine that changes its speed, or is busy all along, does not decide between the two."""
+        self.on_reading(name)
+        for _ in range(self.WARMUP_CALLS):
+            call(), other()
+        pairs = []
+        for _ in range(repeats):
+            (first,), (second,) = self._times_us(call, 1), self._times_us(other, 1)
+            pairs.append(second / max(first, 1e-3))
+        return float(np.median(pairs))
+
     def check_load(self) -> None:
         """Threads that wait for a processor make every time longer, steadily."""
         load, num_cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
@@ -238,6 +250,11 @@ def measure_cpu_profile(
         o, lse = torch.cat([o, o]), torch.cat([lse, lse])
         return lambda: merge_parts(o, lse, index)
 
+    def in_turns(rows: int, tokens: int) -> float:
+        """Time of the gemm call over that of the cascade call."""
+        calls = [hot(variant)(rows, tokens) for variant in (HotVariant.CASCADE, HotVariant.GEMM)]
+        return meter.ratio(f"gemm, {rows} rows x {tokens} tokens", *calls, 2 * repeats - 1)
+
     flat, square = arena.view(-1), torch.randn(512, 512, generator=generator)
     with torch.inference_mode():
         for call in (  # threads start, libraries load, pages are touched
@@ -252,6 +269,14 @@ def measure_cpu_profile(
         meter.set_reference(lambda: square @ square)
         read_us = meter.time_us("read", flat.sum, repeats)
         square_us = meter.time_us("matrix product", lambda: square @ square, 4 * repeats)
+        cascade = meter.table("cascade", ROWS, HOT_TOKENS, hot(HotVariant.CASCADE), repeats)
+        gemm = [
+            [
+                round(us * in_turns(rows, tokens), 1)
+                for us, tokens in zip(line, HOT_TOKENS, strict=True)
+            ]
+            for line, rows in zip(cascade, ROWS, strict=True)
+        ]
         return {
             "version": VERSION,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -264,10 +289,8 @@ def measure_cpu_profile(
             "gflops": 2 * 512**3 / square_us / 1e3,
             "rows": ROWS,
             "hot_tokens": HOT_TOKENS,
-            "cascade_us": meter.table(
-                "cascade", ROWS, HOT_TOKENS, hot(HotVariant.CASCADE), repeats
-            ),
-            "gemm_us": meter.table("gemm", ROWS, HOT_TOKENS, hot(HotVariant.GEMM), repeats),
+            "cascade_us": cascade,
+            "gemm_us": gemm,
             "cold_tokens": COLD_TOKENS,
             "cold_us": meter.table("cold", ROWS, COLD_TOKENS, cold, repeats),
             "merge_us": [meter.time_us(f"merge, {r} rows", merge(r), 4 * repeats) for r in ROWS],

@@ -19,6 +19,9 @@ from granikv.attention.plan_parts import Bucket, Extend, Scattered, StepParts, V
 from granikv.config import ModelConfig
 from granikv.core import HotVariant, StepPlan
 
+# Of one row alone: the compiled kernel's call costs less, torch's reads long runs faster.
+MAX_NATIVE_ROW_TOKENS = 2048
+
 HAS_FLASH = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
 
@@ -117,13 +120,10 @@ class CpuAttention:
         self._reserve_parts(self.parts.num_parts)
 
     def is_native(self, view: View) -> bool:
-        """Whether the compiled kernel serves the view. For one row torch's op is as fast."""
-        return (
-            self.use_native
-            and view.variant is HotVariant.CASCADE
-            and view.num_rows > 1
-            and view.mask is None
-        )
+        """Whether the compiled kernel serves the view."""
+        if not self.use_native or view.variant is not HotVariant.CASCADE or view.mask is not None:
+            return False
+        return view.num_rows > 1 or view.length <= MAX_NATIVE_ROW_TOKENS
 
     def _native_spans(
         self, views: Sequence[View], scattered: Sequence[Scattered] = ()

@@ -101,3 +101,20 @@ def test_a_table_made_while_the_machine_was_slow_is_made_again():
     assert meter.table("gemm", ROWS, TOKENS, cell, repeats=5) == TRUE
     (warning,) = meter.warnings
     assert "9.0 times slower than before; measured again" in warning and not reference_us
+
+
+def test_the_ratio_is_of_neighbours_in_time():
+    machine = Machine()
+    slowdown = [1.0]
+
+    def call_of(us: float):
+        def call() -> None:
+            machine.now += us * slowdown[0] / 1e6
+            slowdown[0] *= 1.01
+
+        return call
+
+    names = []
+    meter = Meter(machine.clock, names.append)
+    assert meter.ratio("gemm", call_of(100.0), call_of(80.0), 21) == pytest.approx(0.808)
+    assert names == ["gemm"]
