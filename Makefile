@@ -33,7 +33,7 @@ $(VENV)/.ok: pyproject.toml $(CONSTRAINTS) build_scripts/find_python.sh
 	$(PIP) -c $(CONSTRAINTS) "numpy==1.26.4" "$(TORCH)" accelerate -e ".[serve,bench,engines,test,dev]" $(PIP_OPTIONS)
 	$(PY) -c "import triton" 2>/dev/null || $(PIP) "$(TRITON)"
 	$(PIP) --no-deps "nvidia-pytriton==0.7.0"
-	$(PY) -m granikv.models.embedded
+	$(PY) -c "import sys; from granikv.models.embedded import main; sys.exit(main())"
 	touch $@
 
 # TensorRT-RTX for two tests of the plugin (109 MB); without it they are skipped and say so.
