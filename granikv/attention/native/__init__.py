@@ -30,12 +30,22 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).parent / "spans.cpp"
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp")
 MAX_HEAD_DIM = 256
+MAX_STATE_FLOATS = 1024  # heads x head size of one task: its states stay in the cache
 BUILD_TIMEOUT_S = 120
 
 TASK = np.dtype(
     [
         (name, np.int64)
-        for name in ("start", "length", "rows", "num_rows", "head", "first_part", "slots")
+        for name in (
+            "start",
+            "length",
+            "rows",
+            "num_rows",
+            "first_head",
+            "num_heads",
+            "first_part",
+            "slots",
+        )  # fmt: skip
     ]
 )
 
@@ -71,19 +81,25 @@ class Spans:
     def __init__(self, library: ctypes.CDLL, heads: Heads, spans: Sequence[Span]):
         self._call, self._heads = library.granikv_spans, heads
         self._arrays: list[np.ndarray] = []  # the tasks point into them
+        # as many heads together as leave a task for every thread
+        num_pieces = sum(span.num_splits for span in spans)
+        together = -(-heads.num_kv_heads * num_pieces // torch.get_num_threads())
+        most = MAX_STATE_FLOATS // heads.dim
+        self._heads_together = max(1, min(together, heads.num_kv_heads, most))
         tasks = [self._tasks_of(span) for span in spans]
         self._tasks = np.concatenate(tasks) if tasks else np.empty(0, TASK)
-        work = self._tasks["length"] * self._tasks["num_rows"]
+        work = self._tasks["length"] * self._tasks["num_rows"] * self._tasks["num_heads"]
         self._tasks = self._tasks[np.argsort(-work, kind="stable")]  # the short ones fill the end
 
     def _tasks_of(self, span: Span) -> np.ndarray:
-        heads, splits = self._heads.num_kv_heads, span.num_splits
-        tasks = np.zeros((splits, heads), TASK)
-        length, split = span.length // splits, np.arange(splits)[:, None]
+        first_head = np.arange(0, self._heads.num_kv_heads, self._heads_together)
+        tasks = np.zeros((span.num_splits, len(first_head)), TASK)
+        length, split = span.length // span.num_splits, np.arange(span.num_splits)[:, None]
         tasks["start"] = span.start + split * length
         tasks["length"], tasks["num_rows"] = length, len(span.rows)
         tasks["rows"] = self._address(span.rows, np.int64)
-        tasks["head"] = np.arange(heads)
+        tasks["first_head"] = first_head
+        tasks["num_heads"] = np.minimum(self._heads_together, self._heads.num_kv_heads - first_head)
         tasks["first_part"] = span.first_part + split * len(span.rows)
         if span.slots is not None:
             tasks["slots"] = self._address(span.slots, np.int32)

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -17,7 +18,6 @@ constexpr int kNarrowBlock = 8, kWideBlock = 4;
 #endif
 constexpr int kMaxVectors = 3;  // 48 or 24 stacked rows at a time
 constexpr int kKeys = 32;       // of one softmax block; 16 to 64 are level, 128 and more slower
-constexpr int kMaxDim = 256;
 constexpr int kCacheLine = 16;  // floats
 
 typedef float Vector __attribute__((vector_size(4 * kLanes)));
@@ -43,7 +43,7 @@ static inline Vector exp2_of(Vector x) {
   return p * power;
 }
 
-// Tokens of one KV head: neighbours in the arena, or a list of slots.
+// K or V of one KV head: neighbours in the arena, or a list of slots.
 template <bool kSlots>
 struct Tokens {
   const float* base;  // of the head; in a run, of its first token
@@ -51,6 +51,7 @@ struct Tokens {
   const int32_t* slots;
 
   const float* operator[](int64_t i) const { return base + (kSlots ? slots[i] : i) * stride; }
+  Tokens head(int64_t h, int dim) const { return {base + h * dim, stride, slots}; }
   Tokens from(int64_t i) const {
     return kSlots ? Tokens{base, stride, slots + i} : Tokens{base + i * stride, stride, nullptr};
   }
@@ -111,49 +112,49 @@ static inline void weigh(const Tokens<kSlots>& v, int column, const Vector* p, i
     for (int n = 0; n < NV; ++n) o_t[i * NV + n] = sum[i][n];
 }
 
-// q_t, o_t: [dim][NV]; scores in units of log2. o_t is not yet divided by total.
+// State of one KV head's stacked rows, scores in units of log2; o is not yet divided by total.
+template <int NV>
+struct State {
+  Vector* q;  // [dim][NV]
+  Vector* o;  // [dim][NV]
+  Vector peak[NV], total[NV];
+};
+
+// Adds tokens [0, n) to the state; `next` are the tokens of the coming block.
 template <int NV, bool kSlots>
-static void attend(const Tokens<kSlots>& k, const Tokens<kSlots>& v, int64_t num_tokens, int dim,
-                   const Vector* q_t, Vector* o_t, Vector* peak, Vector* total) {
+static void add(const Tokens<kSlots>& keys, const Tokens<kSlots>& values, int n,
+                const Tokens<kSlots>& next, int num_next, int dim, State<NV>& state) {
   constexpr int R = NV == 1 ? kNarrowBlock : kWideBlock;
   Vector s[kKeys * NV];
-  for (int i = 0; i < NV; ++i) peak[i] = splat(-INFINITY), total[i] = Vector{};
-  for (int i = 0; i < dim * NV; ++i) o_t[i] = Vector{};
-  for (int64_t at = 0; at < num_tokens; at += kKeys) {
-    const int64_t left = num_tokens - at;
-    const int n = left < kKeys ? left : kKeys;
-    const int next = left - n < kKeys ? left - n : kKeys;
-    const auto keys = k.from(at), values = v.from(at), next_keys = k.from(at + n);
-    int i = 0;
-    for (int b = 0; i + R <= n; ++b, i += R) {
-      fetch(values, share(n, n / R, b), share(n, n / R, b + 1), dim);
-      score<R, NV>(keys.from(i), q_t, dim, s + i * NV);
-    }
-    for (; i < n; ++i) score<1, NV>(keys.from(i), q_t, dim, s + i * NV);
-    for (int m = 0; m < NV; ++m) {
-      Vector top = peak[m];
-      for (int j = 0; j < n; ++j) {
-        const Vector x = s[j * NV + m];
-        top = x > top ? x : top;
-      }
-      const Vector shrink = exp2_of(peak[m] - top);
-      Vector sum = total[m] * shrink;
-      for (int j = 0; j < n; ++j) {
-        const Vector e = exp2_of(s[j * NV + m] - top);
-        s[j * NV + m] = e;
-        sum += e;
-      }
-      peak[m] = top;
-      total[m] = sum;
-      for (int d = 0; d < dim; ++d) o_t[d * NV + m] *= shrink;
-    }
-    int d = 0;
-    for (int b = 0; d + R <= dim; ++b, d += R) {
-      fetch(next_keys, share(next, dim / R, b), share(next, dim / R, b + 1), dim);
-      weigh<R, NV>(values, d, s, n, o_t + d * NV);
-    }
-    for (; d < dim; ++d) weigh<1, NV>(values, d, s, n, o_t + d * NV);
+  int i = 0;
+  for (int b = 0; i + R <= n; ++b, i += R) {
+    fetch(values, share(n, n / R, b), share(n, n / R, b + 1), dim);
+    score<R, NV>(keys.from(i), state.q, dim, s + i * NV);
   }
+  for (; i < n; ++i) score<1, NV>(keys.from(i), state.q, dim, s + i * NV);
+  for (int m = 0; m < NV; ++m) {
+    Vector top = state.peak[m];
+    for (int j = 0; j < n; ++j) {
+      const Vector x = s[j * NV + m];
+      top = x > top ? x : top;
+    }
+    const Vector shrink = exp2_of(state.peak[m] - top);
+    Vector sum = state.total[m] * shrink;
+    for (int j = 0; j < n; ++j) {
+      const Vector e = exp2_of(s[j * NV + m] - top);
+      s[j * NV + m] = e;
+      sum += e;
+    }
+    state.peak[m] = top;
+    state.total[m] = sum;
+    for (int d = 0; d < dim; ++d) state.o[d * NV + m] *= shrink;
+  }
+  int d = 0;
+  for (int b = 0; d + R <= dim; ++b, d += R) {
+    fetch(next, share(num_next, dim / R, b), share(num_next, dim / R, b + 1), dim);
+    weigh<R, NV>(values, d, s, n, state.o + d * NV);
+  }
+  for (; d < dim; ++d) weigh<1, NV>(values, d, s, n, state.o + d * NV);
 }
 
 struct Heads {
@@ -161,46 +162,71 @@ struct Heads {
   float sm_scale;
 };
 
-// One KV head of one span for all its rows; row i gives part first_part + i.
+// Some KV heads of one span for all its rows; row i gives part first_part + i. The heads of a token
+// lie side by side: taken together, what the processor fetches ahead is of use.
 struct Task {
   int64_t start, length;
   const int64_t* rows;
-  int64_t num_rows, head, first_part;
+  int64_t num_rows, first_head, num_heads, first_part;
   const int32_t* slots;  // null: the run from slot `start` on
 };
 
-template <int NV>
+template <int NV, bool kSlots>
 static void run(const Task& task, const Heads& heads, int64_t first, int count, const float* q,
                 const float* k, const float* v, float* o, float* lse) {
-  Vector q_t[kMaxDim * NV], o_t[kMaxDim * NV], peak[NV], total[NV];
   const int dim = heads.dim, group = heads.group_size;
   const int64_t num_heads = int64_t(heads.num_kv_heads) * group;
   const int64_t stride = int64_t(heads.num_kv_heads) * dim;
   const float scale = heads.sm_scale * 1.44269504088896340736f;  // log2(e)
-  std::memset(static_cast<void*>(q_t), 0, sizeof(Vector) * dim * NV);
-  float* q_lanes = reinterpret_cast<float*>(q_t);
-  for (int i = 0; i < count; ++i) {
-    const int64_t row = (first + i) / group, head = task.head * group + (first + i) % group;
-    const float* from = q + (task.rows[row] * num_heads + head) * dim;
-    for (int d = 0; d < dim; ++d) q_lanes[d * NV * kLanes + i] = from[d] * scale;
+  thread_local std::vector<Vector> memory;
+  thread_local std::vector<State<NV>> states;
+  memory.assign(2 * task.num_heads * dim * NV, Vector{});
+  states.resize(task.num_heads);
+  for (int64_t h = 0; h < task.num_heads; ++h) {
+    State<NV>& state = states[h];
+    state.q = memory.data() + 2 * h * dim * NV;
+    state.o = state.q + dim * NV;
+    for (int m = 0; m < NV; ++m) state.peak[m] = splat(-INFINITY), state.total[m] = Vector{};
+    float* lanes = reinterpret_cast<float*>(state.q);
+    for (int i = 0; i < count; ++i) {
+      const int64_t row = (first + i) / group;
+      const int64_t head = (task.first_head + h) * group + (first + i) % group;
+      const float* from = q + (task.rows[row] * num_heads + head) * dim;
+      for (int d = 0; d < dim; ++d) lanes[d * NV * kLanes + i] = from[d] * scale;
+    }
   }
-  k += task.head * dim;
-  v += task.head * dim;
+  const int64_t offset = task.first_head * dim + (kSlots ? 0 : task.start * stride);
+  const Tokens<kSlots> keys{k + offset, stride, task.slots}, values{v + offset, stride, task.slots};
+  for (int64_t at = 0; at < task.length; at += kKeys) {
+    const int64_t left = task.length - at;
+    const int n = left < kKeys ? left : kKeys;
+    const int num_next = left - n < kKeys ? left - n : kKeys;
+    for (int64_t h = 0; h < task.num_heads; ++h)
+      add<NV>(keys.head(h, dim).from(at), values.head(h, dim).from(at), n,
+              keys.head(h, dim).from(at + n), num_next, dim, states[h]);
+  }
+  for (int64_t h = 0; h < task.num_heads; ++h) {
+    const State<NV>& state = states[h];
+    const float* lanes = reinterpret_cast<const float*>(state.o);
+    for (int i = 0; i < count; ++i) {
+      const int64_t row = (first + i) / group;
+      const int64_t head = (task.first_head + h) * group + (first + i) % group;
+      const int64_t part = (task.first_part + row) * num_heads + head;
+      const float sum = reinterpret_cast<const float*>(state.total)[i], inverse = 1.0f / sum;
+      for (int d = 0; d < dim; ++d) o[part * dim + d] = lanes[d * NV * kLanes + i] * inverse;
+      const float peak = reinterpret_cast<const float*>(state.peak)[i];
+      lse[part] = (peak + std::log2(sum)) * 0.69314718056f;
+    }
+  }
+}
+
+template <int NV>
+static void run(const Task& task, const Heads& heads, int64_t first, int count, const float* q,
+                const float* k, const float* v, float* o, float* lse) {
   if (task.slots)
-    attend<NV, true>({k, stride, task.slots}, {v, stride, task.slots}, task.length, dim, q_t, o_t,
-                     peak, total);
+    run<NV, true>(task, heads, first, count, q, k, v, o, lse);
   else
-    attend<NV, false>({k + task.start * stride, stride, nullptr},
-                      {v + task.start * stride, stride, nullptr}, task.length, dim, q_t, o_t, peak,
-                      total);
-  const float* o_lanes = reinterpret_cast<const float*>(o_t);
-  for (int i = 0; i < count; ++i) {
-    const int64_t row = (first + i) / group, head = task.head * group + (first + i) % group;
-    const int64_t part = (task.first_part + row) * num_heads + head;
-    const float sum = reinterpret_cast<const float*>(total)[i], inverse = 1.0f / sum;
-    for (int d = 0; d < dim; ++d) o[part * dim + d] = o_lanes[d * NV * kLanes + i] * inverse;
-    lse[part] = (reinterpret_cast<const float*>(peak)[i] + std::log2(sum)) * 0.69314718056f;
-  }
+    run<NV, false>(task, heads, first, count, q, k, v, o, lse);
 }
 
 // q [T, Hq, D]; k, v [capacity, Hkv, D]; o [parts, Hq, D], lse [parts, Hq] natural.
