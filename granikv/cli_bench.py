@@ -104,7 +104,13 @@ def bench_decode(
     ] = None,
     prefix_len: Annotated[int, typer.Option(min=0, help="With --batch: tokens all share.")] = 1024,
     suffix_len: Annotated[int, typer.Option(min=1, help="With --batch: private tokens.")] = 64,
-    steps: Annotated[int, typer.Option(min=2, help="Decode steps of one measurement.")] = 16,
+    steps: Annotated[
+        int,
+        typer.Option(
+            min=2,
+            help="Decode steps of one measurement; standard cases of few requests take up to four times as many.",
+        ),
+    ] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements per contender, in turns.")] = 7,
     transformers: Annotated[bool, typer.Option(help="Measure transformers as well.")] = True,
     random_weights: Annotated[

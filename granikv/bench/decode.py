@@ -36,6 +36,7 @@ class Workload:
     paths: tuple[tuple[str, ...], ...]
     segment_lens: dict[str, int]
     suffix_len: int
+    steps_factor: int = 1  # short steps need more of them for a steady mean
 
     @property
     def batch(self) -> int:
@@ -79,10 +80,13 @@ class Workload:
         }
 
 
-def shared(batch: int, prefix_len: int, suffix_len: int, name: str = "") -> Workload:
+def shared(
+    batch: int, prefix_len: int, suffix_len: int, name: str = "", steps_factor: int = 1
+) -> Workload:
     """One prefix for all."""
     path, lens = (("all",), {"all": prefix_len}) if prefix_len else ((), {})
-    return Workload(name or f"shared-{prefix_len}", (path,) * batch, lens, suffix_len)
+    name = name or f"shared-{prefix_len}"
+    return Workload(name, (path,) * batch, lens, suffix_len, steps_factor)
 
 
 def standard_workloads() -> list[Workload]:
@@ -99,7 +103,11 @@ def standard_workloads() -> list[Workload]:
         {f"group{i}": 1024 * (i + 1) for i in range(4)},
         64,
     )
-    small = [shared(batch, length, 64) for length in (0, 64) for batch in (1, 8, 32)]
+    small = [
+        shared(batch, length, 64, steps_factor=factor)
+        for length in (0, 64)
+        for batch, factor in ((1, 4), (8, 2), (32, 1))
+    ]
     return [shared(16, 4096, 64), two_levels, four_groups, *small]
 
 
@@ -134,9 +142,11 @@ def run_decode_bench(
         raise InvalidArgument("steps", num_steps, "at least 2")
     if rounds < 1:
         raise InvalidArgument("rounds", rounds, "at least 1")
-    longest = max(max(map(w.prefix_len, w.paths)) + w.suffix_len for w in workloads)
-    most = max(_unshared_tokens(w, num_steps) for w in workloads)
-    needed = longest + 2 * num_steps
+    most = max(_unshared_tokens(w, num_steps * w.steps_factor) for w in workloads)
+    needed = max(
+        max(map(w.prefix_len, w.paths)) + w.suffix_len + 2 * num_steps * w.steps_factor
+        for w in workloads
+    )
     settings = {"capacity_tokens": most, "model": model} | dict(engine_settings)
     limit = longest_request(*check_engine(EngineConfig(**settings, prefix_layout="uniform")))
     if needed > limit:
@@ -151,7 +161,8 @@ def run_decode_bench(
         contenders: list[Contender] = [ours, uniform]
         if reference is not None and workload.is_uniform:
             contenders.append(reference)
-        cases += _run_workload(workload, contenders, num_steps, rounds, model, progress)
+        steps = num_steps * workload.steps_factor
+        cases += _run_workload(workload, contenders, steps, rounds, model, progress)
     ours.close()
     uniform.close()
     return cases
