@@ -67,13 +67,13 @@ def build(
                 plugin=plugin,
                 compute_capabilities=tuple(compute_capability or ()),
             ),
-            _progress,
+            progress_bar,
         )
         _print_summary(manifest, out)
 
 
 @contextlib.contextmanager
-def _progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+def progress_bar(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
