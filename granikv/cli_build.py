@@ -91,7 +91,8 @@ def _print_summary(manifest: Manifest, out: Path) -> None:
     files = {}
     for rank, entries in enumerate(manifest.ranks):
         entry = getattr(entries, kind)
-        size_bytes = entry.size_bytes if kind == "engine" else entries.weights.size_bytes
+        sized = entry if kind == "engine" else entries.weights
+        size_bytes = 0 if sized is None else sized.size_bytes
         files[f"rank {rank}"] = f"{entry.name}, {size_bytes / 1e6:.1f} MB"
     built = {
         "folder": str(out),

@@ -86,9 +86,10 @@ def build(settings: BuildSettings, progress: Progress = no_progress) -> Manifest
             files = _export(settings, checkpoint, shard, limits, progress)
             record.store("graph", key_of(graph_key, shard.tp_size, shard.rank), files)
         by_suffix = {Path(x.name).suffix: x for x in files}
-        found = RankFiles(by_suffix[".onnx"], by_suffix[".weights"])
+        graph_file, weights_file = by_suffix[".onnx"], by_suffix[".weights"]
+        found = RankFiles(graph_file, weights_file)
         if builder != "none":
-            key = key_of(engine_key, found.graph.sha256, found.weights.sha256)
+            key = key_of(engine_key, graph_file.sha256, weights_file.sha256)
             engines = record.finished("engine", key)
             if engines is None:
                 (settings.out / FILE_NAME).unlink(missing_ok=True)

@@ -10,6 +10,7 @@ from enum import Enum
 
 import torch
 
+__version__ = "10.14.1.48"
 DataType = Enum("DataType", ["FLOAT", "HALF", "BF16", "INT32", "INT64"])
 PluginFieldType = Enum("PluginFieldType", ["INT32", "FLOAT32"])
 TensorRTPhase = Enum("TensorRTPhase", ["BUILD", "RUNTIME"])
