@@ -67,13 +67,13 @@ def build(
                 plugin=plugin,
                 compute_capabilities=tuple(compute_capability or ()),
             ),
-            _progress,
+            progress_bar,
         )
         _print_summary(manifest, out)
 
 
 @contextlib.contextmanager
-def _progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+def progress_bar(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -91,7 +91,8 @@ def _print_summary(manifest: Manifest, out: Path) -> None:
     files = {}
     for rank, entries in enumerate(manifest.ranks):
         entry = getattr(entries, kind)
-        size_bytes = entry.size_bytes if kind == "engine" else entries.weights.size_bytes
+        sized = entry if kind == "engine" else entries.weights
+        size_bytes = 0 if sized is None else sized.size_bytes
         files[f"rank {rank}"] = f"{entry.name}, {size_bytes / 1e6:.1f} MB"
     built = {
         "folder": str(out),

@@ -46,6 +46,12 @@ def _executable(text: str) -> str:
     return text
 
 
+def _file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise ValueError
+    return Path(text)
+
+
 def _folder(text: str) -> Path:
     if not Path(text).is_dir():
         raise ValueError
@@ -89,6 +95,10 @@ VARIABLES: dict[str, Variable] = {
         Variable(
             "GRANIKV_MODEL_DIR", _folder, None, "a folder that exists",
             "where the embedded model's file is; its cache and package are searched if not set",
+        ),
+        Variable(
+            "GRANIKV_PLUGIN", _file, None, "a file that exists",
+            "the plugin library, for trtllm_model.py under trtllm-build; nothing else reads it",
         ),
         Variable(
             "GRANIKV_LOG_PLAN", _flag, False, "0 or 1",

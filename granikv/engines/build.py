@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -26,19 +25,22 @@ from granikv.engines.builders import (
 from granikv.engines.checkpoint import Checkpoint, open_checkpoint
 from granikv.engines.io import DTYPES, BuildLimits, plugin_abi_hash
 from granikv.engines.manifest import FILE_NAME, FileEntry, Manifest, RankFiles
+from granikv.engines.records import RankRecord, file_hash, key_of
 from granikv.engines.sharding import Shard
 from granikv.errors import InvalidArgument, Unavailable
 
 DEFAULT_MAX_SEQ_LEN = 8192  # the model's context if that is shorter
-HASH_BYTES = 16 * 2**20  # read at a time
 
 # what: of which rank; total: bytes, None where it is not known. Yields a function to advance by.
 Progress = Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[int], None]]]
 
 
 @dataclass(frozen=True)
-class BuildSettings:
-    """checkpoint: None for the embedded model. limits.max_seq_len 0: DEFAULT_MAX_SEQ_LEN."""
+class ExportSettings:
+    """What weights and shapes come from. checkpoint: None for the embedded model.
+
+    max_seq_len 0: DEFAULT_MAX_SEQ_LEN.
+    """
 
     checkpoint: Path | None
     out: Path
@@ -48,6 +50,10 @@ class BuildSettings:
     max_tokens: int = 512
     max_seq_len: int = 0
     capacity_tokens: int = 65536
+
+
+@dataclass(frozen=True)
+class BuildSettings(ExportSettings):
     builder: str = "auto"
     plugin: Path | None = None  # shared library; needed by every builder but none
     compute_capabilities: tuple[str, ...] = ()  # rtx without a GPU; empty: this machine's GPU
@@ -62,35 +68,28 @@ def build(settings: BuildSettings, progress: Progress = no_progress) -> Manifest
     """Everything into settings.out. Raises InvalidArgument, ModelFileError, Unsupported (a model
     that is not served) or Unavailable (no builder, no plugin, no space, TensorRT's refusal).
     """
-    if settings.dtype not in DTYPES:
-        raise InvalidArgument("dtype", settings.dtype, f"one of {DTYPES}")
-    if settings.tp_size < 1:
-        raise InvalidArgument("tp", settings.tp_size, "at least 1")
-    checkpoint = open_checkpoint(settings.checkpoint)
-    limits = _limits(settings, checkpoint)
-    shards = [Shard(checkpoint.config, settings.tp_size, r) for r in range(settings.tp_size)]
-    for shard in shards:
-        export.check_weights(checkpoint, shard)
+    checkpoint, limits, shards = open_shards(settings)
     builder, builder_version = choose_builder(settings.builder)
     plugin = _plugin(settings, builder)
     settings.out.mkdir(parents=True, exist_ok=True)
-    graph_key = _key(checkpoint.fingerprint(), settings.dtype, asdict(limits), _source_hash())
-    engine_key = _key(graph_key, builder, builder_version, plugin and _file_hash(plugin),
+    graph_key = key_of(checkpoint.fingerprint(), settings.dtype, asdict(limits), _source_hash())
+    engine_key = key_of(graph_key, builder, builder_version, plugin and file_hash(plugin),
                       settings.compute_capabilities)  # fmt: skip
     ranks: list[RankFiles] = []
     made: dict = {}
     for shard in shards:
-        record = _Record(settings.out, shard)
-        files = record.finished("graph", _key(graph_key, shard.tp_size, shard.rank))
+        record = RankRecord(settings.out, shard.rank)
+        files = record.finished("graph", key_of(graph_key, shard.tp_size, shard.rank))
         if files is None:
             (settings.out / FILE_NAME).unlink(missing_ok=True)  # it would describe other files
-            _require_space(settings.out, export.planned_bytes(shard, limits, settings.dtype))
+            require_space(settings.out, export.planned_bytes(shard, limits, settings.dtype))
             files = _export(settings, checkpoint, shard, limits, progress)
-            record.store("graph", _key(graph_key, shard.tp_size, shard.rank), files)
+            record.store("graph", key_of(graph_key, shard.tp_size, shard.rank), files)
         by_suffix = {Path(x.name).suffix: x for x in files}
-        found = RankFiles(by_suffix[".onnx"], by_suffix[".weights"])
+        graph_file, weights_file = by_suffix[".onnx"], by_suffix[".weights"]
+        found = RankFiles(graph_file, weights_file)
         if builder != "none":
-            key = _key(engine_key, found.graph.sha256, found.weights.sha256)
+            key = key_of(engine_key, graph_file.sha256, weights_file.sha256)
             engines = record.finished("engine", key)
             if engines is None:
                 (settings.out / FILE_NAME).unlink(missing_ok=True)
@@ -117,14 +116,27 @@ def build(settings: BuildSettings, progress: Progress = no_progress) -> Manifest
     return manifest
 
 
-def _limits(settings: BuildSettings, checkpoint: Checkpoint) -> BuildLimits:
+def open_shards(settings: ExportSettings) -> tuple[Checkpoint, BuildLimits, list[Shard]]:
+    """The checkpoint, checked against what every rank needs of it.
+
+    Raises InvalidArgument, ModelFileError or Unsupported.
+    """
+    if settings.dtype not in DTYPES:
+        raise InvalidArgument("dtype", settings.dtype, f"one of {DTYPES}")
+    if settings.tp_size < 1:
+        raise InvalidArgument("tp", settings.tp_size, "at least 1")
+    checkpoint = open_checkpoint(settings.checkpoint)
     longest = checkpoint.config.max_position
     if settings.max_seq_len > longest:
         raise InvalidArgument("max-seq", settings.max_seq_len, f"at most the context of {longest}")
     max_seq_len = settings.max_seq_len or min(longest, DEFAULT_MAX_SEQ_LEN)
-    return BuildLimits(
+    limits = BuildLimits(
         settings.max_requests, settings.max_tokens, max_seq_len, settings.capacity_tokens
     )
+    shards = [Shard(checkpoint.config, settings.tp_size, r) for r in range(settings.tp_size)]
+    for shard in shards:
+        export.check_weights(checkpoint, shard)
+    return checkpoint, limits, shards
 
 
 def _plugin(settings: BuildSettings, builder: str) -> Path | None:
@@ -176,49 +188,10 @@ def _build_engine(
     )
     with progress(f"rank {shard.rank}: engine by {builder}", None):
         made = build_engine(request)
-    return [FileEntry(path.name, path.stat().st_size, _file_hash(path))], made
+    return [FileEntry(path.name, path.stat().st_size, file_hash(path))], made
 
 
-class _Record:
-    """rank{r}.json: per stage the key of its inputs, its files and what the builder told."""
-
-    def __init__(self, folder: Path, shard: Shard):
-        self.folder = folder
-        self.path = folder / f"rank{shard.rank}.json"
-        try:
-            self._stages = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            self._stages = {}
-
-    def finished(self, stage: str, key: str) -> list[FileEntry] | None:
-        """The files, if they were made from the same inputs and are whole."""
-        try:
-            entry = self._stages[stage]
-            files = [FileEntry(**x) for x in entry["files"]]
-            if entry["key"] != key:
-                return None
-        except (KeyError, TypeError):
-            return None
-        for file in files:
-            path = self.folder / file.name
-            if not path.is_file() or path.stat().st_size != file.size_bytes:
-                return None
-            if _file_hash(path) != file.sha256:
-                return None
-        return files
-
-    def notes(self, stage: str) -> dict:
-        return self._stages[stage]["notes"]
-
-    def store(
-        self, stage: str, key: str, files: list[FileEntry], notes: dict | None = None
-    ) -> None:
-        entry = {"key": key, "files": [asdict(x) for x in files], "notes": notes or {}}
-        self._stages[stage] = entry
-        export.write_atomically(self.path, json.dumps(self._stages, indent=1).encode())
-
-
-def _require_space(folder: Path, size_bytes: int) -> None:
+def require_space(folder: Path, size_bytes: int) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < size_bytes:
         raise Unavailable(
@@ -227,23 +200,11 @@ def _require_space(folder: Path, size_bytes: int) -> None:
         )
 
 
-def _key(*parts: object) -> str:
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
 def _source_hash() -> str:
     """Of the modules that decide what a graph looks like."""
     digest = hashlib.sha256(plugin_abi_hash().encode())
     for module in (export, graph, io, sharding):
         digest.update(Path(str(module.__file__)).read_bytes())
-    return digest.hexdigest()
-
-
-def _file_hash(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(HASH_BYTES):
-            digest.update(block)
     return digest.hexdigest()
 
 

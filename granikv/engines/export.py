@@ -7,9 +7,8 @@ not depend on the model's size. Files appear under their names only when they ar
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -20,7 +19,7 @@ from granikv.attention.plan_buffers import step_capacities
 from granikv.engines.checkpoint import Checkpoint
 from granikv.engines.graph import Placed, all_weights, build_graph, place_weights
 from granikv.engines.io import BuildLimits, EngineIO, attention_shape_of
-from granikv.engines.sharding import Part, Shard
+from granikv.engines.sharding import Part, Shard, WeightSpec
 from granikv.models.layers import RotaryTable
 
 SLICE_BYTES = 32 * 2**20  # read at a time
@@ -70,7 +69,8 @@ def export_rank(
     """Writes rank{r}.onnx and rank{r}.weights into folder; returns both, the weights first."""
     placed = place_weights(all_weights(shard, limits.max_seq_len), dtype)
     weights = folder / f"rank{shard.rank}.weights"
-    written = [_write_weights(checkpoint, shard, limits, placed, weights, advance)]
+    blocks = _placed_blocks(checkpoint, shard, limits, placed)
+    written = [write_stream(weights, blocks, advance)]
     model = build_graph(shard, engine_io(shard, limits, dtype), dtype, placed, weights.name)
     content = model.SerializeToString(deterministic=True)
     path = folder / f"rank{shard.rank}.onnx"
@@ -92,27 +92,17 @@ def write_atomically(path: Path, content: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _write_weights(
-    checkpoint: Checkpoint,
-    shard: Shard,
-    limits: BuildLimits,
-    placed: list[Placed],
-    path: Path,
-    advance: Advance,
-) -> WrittenFile:
+def write_stream(path: Path, blocks: Iterable[memoryview], advance: Advance) -> WrittenFile:
+    """All blocks one after another; the file appears under its name only when it is whole."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     digest, size_bytes = hashlib.sha256(), 0
     try:
         with partial.open("wb", buffering=0) as file:
-            for item in placed:
-                padding = bytes(item.offset_bytes - size_bytes)
-                chunks = _chunks(checkpoint, shard, limits, item)
-                for chunk in itertools.chain((memoryview(padding),), chunks):
-                    _write_all(file, chunk)
-                    digest.update(chunk)
-                    advance(len(chunk))
-                size_bytes = item.offset_bytes
-                size_bytes += item.size_bytes
+            for block in blocks:
+                _write_all(file, block)
+                digest.update(block)
+                size_bytes += len(block)
+                advance(len(block))
             os.fsync(file.fileno())
         partial.replace(path)
     finally:
@@ -120,29 +110,39 @@ def _write_weights(
     return WrittenFile(path.name, size_bytes, digest.hexdigest())
 
 
+def _placed_blocks(
+    checkpoint: Checkpoint, shard: Shard, limits: BuildLimits, placed: list[Placed]
+) -> Iterator[memoryview]:
+    at = 0
+    for item in placed:
+        yield memoryview(bytes(item.offset_bytes - at))
+        yield from weight_blocks(checkpoint, shard, limits, item.spec, item.dtype)
+        at = item.offset_bytes + item.size_bytes
+
+
 def _write_all(file: FileIO, chunk: memoryview) -> None:
     while len(chunk):  # one write takes at most 2 GiB
         chunk = chunk[file.write(chunk) :]
 
 
-def _chunks(
-    checkpoint: Checkpoint, shard: Shard, limits: BuildLimits, placed: Placed
+def weight_blocks(
+    checkpoint: Checkpoint, shard: Shard, limits: BuildLimits, spec: WeightSpec, kind: str
 ) -> Iterator[memoryview]:
-    """The bytes of one weight: its parts in the network's dtype, then zeros up to its shape."""
-    dtype = TORCH_TYPES[placed.dtype]
-    if placed.spec.name in ("rope_cos", "rope_sin"):
+    """The bytes of one weight in dtype `kind`: its parts, then zeros up to its shape."""
+    dtype = TORCH_TYPES[kind]
+    if spec.name in ("rope_cos", "rope_sin"):
         c = shard.config
         table = RotaryTable(
             c.head_dim, limits.max_seq_len, c.rope_theta, c.rope_scaling, checkpoint.rope_divisors
         )
-        yield _as_bytes(table.cos if placed.spec.name == "rope_cos" else table.sin, dtype)
+        yield _as_bytes(table.cos if spec.name == "rope_cos" else table.sin, dtype)
         return
     num_written = 0
-    for part in placed.spec.parts:
+    for part in spec.parts:
         for rows in _slices(checkpoint, part):
             yield _as_bytes(rows, dtype)
         num_written += part.num_elements
-    missing = placed.spec.num_elements - num_written
+    missing = spec.num_elements - num_written
     if missing:
         yield _as_bytes(torch.zeros(missing), dtype)
 

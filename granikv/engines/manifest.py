@@ -28,8 +28,10 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class RankFiles:
-    graph: FileEntry
-    weights: FileEntry
+    """None: not made; trtllm-build leaves engines only."""
+
+    graph: FileEntry | None = None
+    weights: FileEntry | None = None
     engine: FileEntry | None = None
 
 
@@ -48,7 +50,7 @@ class Manifest:
     tp_size: int
     dtype: str  # a key of export.TORCH_TYPES
     limits: BuildLimits
-    builder: str  # "none", "tensorrt" or "rtx"
+    builder: str  # "none", "tensorrt", "rtx" or "trtllm-build"
     ranks: tuple[RankFiles, ...]
     io: dict[str, Any]  # EngineIO.describe()
     tensorrt_version: str | None = None

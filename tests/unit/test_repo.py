@@ -44,7 +44,9 @@ def test_check_sizes_reports_long_files_and_knows_model_py(check_sizes, tmp_path
     ]
 
 
-@pytest.mark.parametrize("name", [".ci/run", "build_scripts/find_python.sh"])
+@pytest.mark.parametrize(
+    "name", [".ci/run", "build_scripts/find_python.sh", "build_scripts/build_engines.sh"]
+)
 def test_scripts_are_executable(name):
     assert os.access(ROOT / name, os.X_OK)
 

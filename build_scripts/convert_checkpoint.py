@@ -1,0 +1,66 @@
+#!/usr/bin/env python3
+"""Writes a checkpoint folder for `trtllm-build`: config.json and one safetensors file per rank.
+
+    python build_scripts/convert_checkpoint.py --checkpoint DIR --tp 2 --out out/checkpoint-tp2
+
+No GPU, TensorRT or TensorRT-LLM is needed, and less memory than a rank's weights take.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from granikv.cli_build import progress_bar  # noqa: E402
+from granikv.cli_common import clear_errors  # noqa: E402
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder of config.json and rank*.safetensors.")],
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Hugging Face folder or GGUF file; the embedded model if absent."
+        ),
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    max_batch: Annotated[int, typer.Option(min=1, help="Most requests running at once.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most rows of a step.")] = 512,
+    max_seq: Annotated[
+        int, typer.Option(min=0, help="Longest sequence, tokens; 0: the context, at most 8192.")
+    ] = 0,
+    capacity: Annotated[int, typer.Option(min=2, help="Largest KV arena, tokens.")] = 65536,
+) -> None:
+    """Convert a checkpoint for trtllm-build. Finished ranks are kept; stdout has the options that
+    trtllm-build must be given for it.
+    """
+    with clear_errors():
+        from granikv.engines.build import ExportSettings
+        from granikv.engines.trtllm_checkpoint import OUR_KEY, convert
+
+        settings = ExportSettings(
+            checkpoint=checkpoint,
+            out=out,
+            tp_size=tp,
+            dtype=dtype,
+            max_requests=max_batch,
+            max_tokens=max_tokens,
+            max_seq_len=max_seq,
+            capacity_tokens=capacity,
+        )
+        limits = convert(settings, progress_bar)[OUR_KEY]["limits"]
+        print(
+            f"--max_batch_size {limits['max_requests']} --max_num_tokens {limits['max_tokens']} "
+            f"--max_seq_len {limits['max_seq_len']}"
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,91 @@
+"""manifest.json beside the engines that `trtllm-build` made, so that our executor loads them.
+
+    python -m granikv.engines.trtllm_manifest CHECKPOINT ENGINES [COMPUTE_CAPABILITY]
+
+CHECKPOINT: folder of convert_checkpoint.py; ENGINES: trtllm-build's --output_dir.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from granikv.engines.build_worker import MODULES
+from granikv.engines.export import engine_io, write_atomically
+from granikv.engines.io import plugin_abi_hash
+from granikv.engines.manifest import FILE_NAME, FileEntry, Manifest, RankFiles
+from granikv.engines.records import file_hash
+from granikv.engines.sharding import Shard
+from granikv.engines.trtllm_checkpoint import ARCHITECTURE, CONFIG_NAME, OUR_KEY, read_ours
+from granikv.errors import EngineMismatch, GraniKVError, ModelFileError, Unavailable
+
+
+def write_manifest(
+    checkpoint: Path, engines: Path, tensorrt_version: str, compute_capability: str
+) -> Manifest:
+    """Raises ModelFileError for a missing file, EngineMismatch for engines of something else."""
+    config = _read(checkpoint / CONFIG_NAME)
+    model, limits = read_ours(config[OUR_KEY])
+    built = _read(engines / CONFIG_NAME)
+    found = built.get("pretrained_config", {}).get(OUR_KEY)
+    if found != config[OUR_KEY]:
+        raise EngineMismatch(
+            f"{engines / CONFIG_NAME}: {OUR_KEY}: expected that of {checkpoint}, got another "
+            f"(architecture {built.get('pretrained_config', {}).get('architecture')!r}, ours is "
+            f"{ARCHITECTURE!r}); run trtllm-build on this checkpoint"
+        )
+    tp_size = config["mapping"]["tp_size"]
+    ranks = tuple(RankFiles(engine=_entry(engines, rank)) for rank in range(tp_size))
+    manifest = Manifest(
+        model=model,
+        tp_size=tp_size,
+        dtype=config["dtype"],
+        limits=limits,
+        builder="trtllm-build",
+        ranks=ranks,
+        io=engine_io(Shard(model, tp_size, 0), limits, config["dtype"]).describe(),
+        tensorrt_version=tensorrt_version,
+        compute_capabilities=(compute_capability,),
+        plugin_abi_hash=plugin_abi_hash(),
+        checkpoint=config[OUR_KEY]["checkpoint"],
+        versions={"tensorrt_llm": str(built.get("version", "unknown"))},
+    )
+    write_atomically(engines / FILE_NAME, manifest.to_json().encode())
+    return manifest
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"{path}: expected a readable JSON file: {error}") from error
+
+
+def _entry(engines: Path, rank: int) -> FileEntry:
+    path = engines / f"rank{rank}.engine"
+    if not path.is_file():
+        raise ModelFileError(f"{path}: expected an engine of trtllm-build, got no file")
+    return FileEntry(path.name, path.stat().st_size, file_hash(path))
+
+
+def main(arguments: list[str]) -> None:
+    checkpoint, engines, *given = arguments
+    try:
+        if not given and not torch.cuda.is_available():
+            raise Unavailable(
+                "compute capability: expected a GPU, or the engines' capability as the third "
+                "argument, got neither"
+            )
+        capability = given[0] if given else "{}.{}".format(*torch.cuda.get_device_capability())
+        version = __import__(MODULES["tensorrt"]).__version__
+        write_manifest(Path(checkpoint), Path(engines), version, capability)
+    except GraniKVError as error:
+        sys.exit(f"trtllm_manifest: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,3 @@
+from tensorrt_llm.layers.linear import ColumnLinear, RowLinear
+
+__all__ = ["ColumnLinear", "RowLinear"]
