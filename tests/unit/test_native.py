@@ -2,6 +2,8 @@
 
 import ctypes
 import logging
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,8 +95,64 @@ def test_the_build_is_kept_and_loaded_again(fresh_library, monkeypatch):
     assert isinstance(native.library(), ctypes.CDLL)
     built = list((fresh_library / ".cache" / "granikv").glob("spans-*.so"))
     assert len(built) == 1
-    monkeypatch.setattr(native, "_build", lambda *args: pytest.fail("compiled again"))
+    monkeypatch.setattr(native, "_compile", lambda *args: pytest.fail("compiled again"))
     native.library.cache_clear()
+    assert isinstance(native.library(), ctypes.CDLL)
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [0, 100, 20000])
+def test_a_cut_file_is_built_again(fresh_library, size):
+    assert native.library() is not None
+    (kept,) = (fresh_library / ".cache" / "granikv").iterdir()
+    whole = kept.read_bytes()
+    kept.unlink()  # the first one stays mapped
+    kept.write_bytes(whole[:size])
+    native.library.cache_clear()
+    assert isinstance(native.library(), ctypes.CDLL) and len(kept.read_bytes()) == len(whole)
+
+
+@needs_compiler
+def test_a_compiler_with_arguments_and_an_older_default(fresh_library, monkeypatch, caplog):
+    monkeypatch.setenv("CXX", f"{shutil.which('g++') or shutil.which('c++')} -std=gnu++14")
+    loaded = native.library()
+    assert loaded is not None, caplog.text
+    q, kv = torch.ones(20, 4, 64), torch.ones(100, 2, 64)
+    o, lse = torch.zeros(20, 4, 64), torch.zeros(20, 4)
+    Spans(loaded, Heads(2, 2, 64, 0.1), [Span(np.arange(20), 100, 0)]).run(q, kv, kv, o, lse)
+    assert torch.allclose(o, torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["printf '\\377\\376\\n'; exit 0", "touch $7; exit 0", "exit 0"],
+    ids=["not-utf-8", "writes-an-empty-file", "writes-nothing"],
+)
+def test_a_compiler_that_makes_no_library(fresh_library, monkeypatch, caplog, script):
+    broken = fresh_library / "c++"
+    broken.write_text(f"#!/bin/sh\n{script}\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    assert native.library() is None and "could not be built" in caplog.text
+
+
+def test_a_compiler_that_hangs_is_killed_with_its_children(fresh_library, monkeypatch):
+    script, mark = fresh_library / "c++", fresh_library / "pid"
+    script.write_text(f"#!/bin/sh\nsleep 1234 &\necho $! > {mark}\nwait\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setattr(native, "VERSION_TIMEOUT_S", 0.5)
+    assert native.library() is None
+    state = Path(f"/proc/{int(mark.read_text())}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+@needs_compiler
+def test_a_user_without_a_home(fresh_library, monkeypatch):
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(native.Path, "home", no_home)
     assert isinstance(native.library(), ctypes.CDLL)
 
 

@@ -13,7 +13,9 @@ import functools
 import hashlib
 import logging
 import os
+import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -28,10 +30,13 @@ from granikv import env
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent / "spans.cpp"
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp")
+FLAGS = (
+    "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp",
+)  # fmt: skip
 MAX_HEAD_DIM = 256
 MAX_STATE_FLOATS = 1024  # heads x head size of one task: its states stay in the cache
-BUILD_TIMEOUT_S = 120
+VERSION_TIMEOUT_S, BUILD_TIMEOUT_S = 10, 120
+CHECKSUM_BYTES = 32
 
 TASK = np.dtype(
     [
@@ -134,55 +139,103 @@ def library() -> ctypes.CDLL | None:
     """The loaded kernel, or None where it cannot be built or is switched off."""
     if not env.read("GRANIKV_NATIVE"):
         return None
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
+    named = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if named is None:
         log.info("no C++ compiler: shared prefixes are attended by torch alone")
         return None
     try:
-        loaded = ctypes.CDLL(str(_built(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
+        return _load(shlex.split(named))
+    except (OSError, subprocess.SubprocessError, ValueError, AttributeError) as error:
         text = getattr(error, "stderr", None) or str(error)
         log.warning(
             "the CPU kernel could not be built, torch alone attends: %s", text.strip()[-500:]
         )
         return None
+
+
+def _load(compiler: list[str]) -> ctypes.CDLL:
+    """The library for this source, compiler and processor; compiled if the cache has no whole one.
+
+    A new one is loaded before it is kept, and kept with its checksum behind it: a file that was
+    cut would end the process when its missing pages are touched.
+    """
+    version = _run([*compiler, "--version"], VERSION_TIMEOUT_S)
+    key = (SOURCE.read_text(), compiler, *FLAGS, version, _processor(), torch.__version__)
+    name = f"spans-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
+    folder = _cache_folder()
+    if folder is not None and _is_whole(folder / name):
+        return _open(folder / name)
+    with tempfile.TemporaryDirectory(prefix="granikv-") as build:
+        made = Path(build) / name
+        _compile(compiler, made)
+        loaded = _open(made)
+        try:
+            if folder is not None:
+                _keep(made.read_bytes(), folder / name)
+        except OSError as error:
+            log.warning("the CPU kernel could not be kept in %s: %s", folder, error)
+    return loaded
+
+
+def _cache_folder() -> Path | None:
+    try:
+        return Path.home() / ".cache" / "granikv"
+    except RuntimeError:  # no HOME, and no such user
+        return None
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(path))
     loaded.granikv_spans.restype = None
     return loaded
 
 
-def _built(compiler: str) -> Path:
-    """The shared library for this source, compiler and processor; compiled if not in the cache."""
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, check=True, timeout=30
-    ).stdout
-    key = (SOURCE.read_text(), *FLAGS, version, _processor(), torch.__version__)
-    name = f"spans-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
-    folder = Path.home() / ".cache" / "granikv"
-    if (folder / name).is_file():
-        return folder / name
+def _is_whole(path: Path) -> bool:
     try:
-        return _build(compiler, folder, name)
-    except OSError as error:
-        log.warning("the CPU kernel could not be cached in %s: %s", folder, error)
-        return _build(compiler, Path(tempfile.mkdtemp(prefix="granikv-")), name)
+        data = path.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(data[:-CHECKSUM_BYTES]).digest() == data[-CHECKSUM_BYTES:]
 
 
-def _build(compiler: str, folder: Path, name: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(suffix=".so", dir=folder)
-    os.close(handle)
+def _keep(data: bytes, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, partial = tempfile.mkstemp(suffix=".part", dir=path.parent)
     try:
-        subprocess.run(
-            [compiler, *FLAGS, "-shared", "-fPIC", "-o", partial, str(SOURCE)],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=BUILD_TIMEOUT_S,
-        )
-        os.replace(partial, folder / name)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data + hashlib.sha256(data).digest())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
     finally:
         Path(partial).unlink(missing_ok=True)
-    return folder / name
+
+
+def _compile(compiler: list[str], path: Path) -> None:
+    _run([*compiler, *FLAGS, "-shared", "-fPIC", "-o", str(path), str(SOURCE)], BUILD_TIMEOUT_S)
+
+
+def _run(command: list[str], timeout_s: float) -> str:
+    """Its output. Raises SubprocessError with what it wrote; one that hangs is killed with all
+    that it started."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        out, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, out, errors)
+    return out
 
 
 def _processor() -> str:
