@@ -64,6 +64,7 @@ class Meter:
     ):
         self.clock, self.on_reading, self.warn = clock, on_reading, warn
         self.warnings: list[str] = []
+        self.disturbed = False  # others used the machine: the values are not to be relied on
         self._reference: Call | None = None
         self._reference_us = float("inf")
 
@@ -84,6 +85,7 @@ class Meter:
             if spread <= self.MAX_SPREAD:
                 return round(float(median), 1)
             fastest = min(fastest, *times)
+        self.disturbed = True
         self._warn(
             f"{name}: {self.MAX_TRIES} measurements of {repeats} calls each stayed unsteady "
             f"(the middle half spreads over {spread:.0%} of the median {median:.0f} us); "
@@ -107,6 +109,7 @@ class Meter:
         """Threads that wait for a processor make every time longer, steadily."""
         load, num_cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
         if load > 0.5 * num_cpus:
+            self.disturbed = True
             self._warn(f"the machine is busy (load {load:.1f} on {num_cpus} processors)")
 
     def set_reference(self, call: Call) -> None:
@@ -296,6 +299,7 @@ def measure_cpu_profile(
             "cold_us": meter.table("cold", ROWS, COLD_TOKENS, cold, repeats),
             "merge_us": [meter.time_us(f"merge, {r} rows", merge(r), 4 * repeats) for r in ROWS],
             "warnings": meter.warnings,
+            "disturbed": meter.disturbed,
         }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from granikv.errors import InvalidArgument
 log = logging.getLogger(__name__)
 
 DEFAULT_PROFILE = Path(__file__).parent / "profiles" / "cpu_default.json"
+DISTURBED_PROFILE_S = 600.0  # how long one that a busy machine gave is used
 FLAT_BASE_TOKENS = 64  # a row's own suffix, to which a short flat prefix is added
 
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, ZeroDivisionError)  # of a profile
@@ -144,13 +146,21 @@ def _cached_profile(model_config: ModelConfig, num_threads: int) -> dict:
     try:
         profile = read_profile(path)
         CostModel(profile, model_config)
-        return profile
+        age_s = time.time() - path.stat().st_mtime
+        if not (profile.get("disturbed") and age_s > DISTURBED_PROFILE_S):
+            return profile
+        log.info("profile %s was measured on a busy machine and is measured again", path)
     except FileNotFoundError:
         log.info("measuring the CPU profile, cached in %s", path)
     except UNREADABLE as error:
         log.warning("profile %s is unreadable and is measured again: %s", path, error)
     with calibration.torch_threads(num_threads):
         profile = calibration.measure_cpu_profile(model_config)
+    if profile.get("disturbed"):
+        log.warning(
+            "the CPU profile was measured on a busy machine, a later start measures it again; "
+            "or run `granikv calibrate` when it is quiet"
+        )
     try:
         calibration.store_profile(profile, path)
     except OSError as error:

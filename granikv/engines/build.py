@@ -25,7 +25,7 @@ from granikv.engines.builders import (
 from granikv.engines.checkpoint import Checkpoint, open_checkpoint
 from granikv.engines.io import DTYPES, BuildLimits, plugin_abi_hash
 from granikv.engines.manifest import FILE_NAME, FileEntry, Manifest, RankFiles
-from granikv.engines.records import RankRecord, file_hash, key_of
+from granikv.engines.records import RankRecord, file_hash, key_of, sole_writer
 from granikv.engines.sharding import Shard
 from granikv.errors import InvalidArgument, Unavailable
 
@@ -71,7 +71,22 @@ def build(settings: BuildSettings, progress: Progress = no_progress) -> Manifest
     checkpoint, limits, shards = open_shards(settings)
     builder, builder_version = choose_builder(settings.builder)
     plugin = _plugin(settings, builder)
-    settings.out.mkdir(parents=True, exist_ok=True)
+    with sole_writer(settings.out):
+        return _build(
+            settings, checkpoint, limits, shards, builder, builder_version, plugin, progress
+        )
+
+
+def _build(
+    settings: BuildSettings,
+    checkpoint: Checkpoint,
+    limits: BuildLimits,
+    shards: list[Shard],
+    builder: str,
+    builder_version: str | None,
+    plugin: Path | None,
+    progress: Progress,
+) -> Manifest:
     graph_key = key_of(checkpoint.fingerprint(), settings.dtype, asdict(limits), _source_hash())
     engine_key = key_of(graph_key, builder, builder_version, plugin and file_hash(plugin),
                       settings.compute_capabilities)  # fmt: skip

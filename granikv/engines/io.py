@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from granikv.attention.variants import LAYOUTS, AttentionShape
-from granikv.config import ModelConfig
+from granikv.config import LIMITS, ModelConfig
 from granikv.core import PLAN_FIELDS, PlanCapacities
 from granikv.errors import InvalidArgument
 
@@ -47,8 +47,9 @@ class BuildLimits:
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_tokens", "max_seq_len", "capacity_tokens"):
-            if getattr(self, name) < 1:
-                raise InvalidArgument(name, getattr(self, name), "at least 1")
+            _, highest = LIMITS["max_num_batched_tokens" if name == "max_tokens" else name]
+            if not 1 <= getattr(self, name) <= highest:
+                raise InvalidArgument(name, getattr(self, name), f"1 to {highest}")
 
 
 # Dynamic names of the symbols of PLAN_FIELDS; other symbols are sizes fixed at build time. Items

@@ -5,15 +5,45 @@ A second run makes only what is missing or different.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from granikv.engines.export import write_atomically
 from granikv.engines.manifest import FileEntry
+from granikv.errors import Unavailable
 
 HASH_BYTES = 16 * 2**20  # read at a time
+
+
+@contextlib.contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """The folder, made if missing, for this build alone; what a killed one left half is removed.
+
+    Raises Unavailable while another build has it, and when a write fails inside.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Unavailable(
+                    f"{folder}: another build writes into it; wait for its end or name another"
+                ) from None
+            for left in folder.glob("*.partial"):
+                left.unlink()
+            yield
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise Unavailable(f"{error.filename or folder}: {error.strerror}") from error
 
 
 class RankRecord:

@@ -22,7 +22,7 @@ from granikv.engines.checkpoint import Checkpoint
 from granikv.engines.graph import ELEMENT_BYTES, all_weights
 from granikv.engines.io import BuildLimits, plugin_abi_hash
 from granikv.engines.manifest import FileEntry
-from granikv.engines.records import RankRecord, key_of
+from granikv.engines.records import RankRecord, key_of, sole_writer
 from granikv.engines.sharding import Shard, WeightSpec
 from granikv.errors import EngineMismatch
 
@@ -64,7 +64,17 @@ def convert(settings: ExportSettings, progress: Progress = no_progress) -> dict[
     Unsupported (a model that is not served) or Unavailable (no space).
     """
     checkpoint, limits, shards = open_shards(settings)
-    settings.out.mkdir(parents=True, exist_ok=True)
+    with sole_writer(settings.out):
+        return _convert(settings, checkpoint, limits, shards, progress)
+
+
+def _convert(
+    settings: ExportSettings,
+    checkpoint: Checkpoint,
+    limits: BuildLimits,
+    shards: list[Shard],
+    progress: Progress,
+) -> dict[str, Any]:
     config_file = settings.out / CONFIG_NAME
     source = key_of(checkpoint.fingerprint(), settings.dtype, limits.max_seq_len, _source_hash())
     for shard in shards:

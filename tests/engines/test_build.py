@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -19,6 +20,7 @@ from granikv.engines.checkpoint import open_checkpoint
 from granikv.engines.export import engine_io, export_rank
 from granikv.engines.io import BuildLimits
 from granikv.engines.manifest import load_manifest
+from granikv.engines.records import sole_writer
 from granikv.engines.sharding import Shard
 from granikv.errors import InvalidArgument, ModelFileError, Unavailable
 
@@ -100,6 +102,30 @@ def test_an_interrupted_run_leaves_no_half_files_and_no_manifest(model, tmp_path
     assert build(settings(model, out, dtype="float32")).dtype == "float32"
 
 
+def test_what_a_killed_build_left_goes_with_the_next(model, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "rank0.weights.4711.partial").write_bytes(b"half")
+    build(settings(model, out))
+    assert not list(out.glob("*.partial"))
+
+
+def test_a_folder_takes_one_build_at_a_time(model, tmp_path):
+    out = tmp_path / "out"
+    with sole_writer(out), pytest.raises(Unavailable, match="another build"):
+        build(settings(model, out))
+    build(settings(model, out))
+
+
+def test_a_full_disk_is_one_clear_error(model, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(build_module.export, "export_rank", full)
+    with pytest.raises(Unavailable, match=r"out: No space left"):
+        build(settings(model, tmp_path / "out"))
+
+
 def test_wrong_settings_are_refused(model, tmp_path, monkeypatch):
     out = tmp_path / "out"
     for changes, match in (
@@ -108,6 +134,9 @@ def test_wrong_settings_are_refused(model, tmp_path, monkeypatch):
         ({"max_seq_len": 257}, "max-seq.*context of 256.*got 257"),
         ({"builder": "onnx"}, "builder.*auto"),
         ({"max_requests": 0}, "max_requests"),
+        ({"max_requests": 10**9}, "max_requests.*1 to 65536"),
+        ({"capacity_tokens": 10**12}, "capacity_tokens"),
+        ({"max_tokens": 2**21}, "max_tokens"),
     ):
         with pytest.raises(InvalidArgument, match=match):
             build(settings(model, out, **changes))

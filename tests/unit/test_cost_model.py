@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -137,6 +138,27 @@ def test_profile_is_measured_once_and_cached(tmp_path, monkeypatch):
     CostModel.load(None, MODEL, 1)
     CostModel.load(None, MODEL, 2)
     assert len(calls) == 3
+
+
+def test_a_profile_of_a_busy_machine_is_measured_again_later(tmp_path, monkeypatch, caplog):
+    calls = []
+
+    def fake(model_config):
+        calls.append(model_config)
+        return profile() | {"disturbed": len(calls) == 1}
+
+    monkeypatch.setattr(calibration.Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(calibration, "measure_cpu_profile", fake)
+    CostModel.load(None, MODEL, 2)
+    assert "granikv calibrate" in caplog.text
+    CostModel.load(None, MODEL, 2)
+    assert len(calls) == 1
+    (cached,) = (tmp_path / ".cache" / "granikv").glob("*.json")
+    os.utime(cached, (0, 0))
+    CostModel.load(None, MODEL, 2)
+    os.utime(cached, (0, 0))
+    CostModel.load(None, MODEL, 2)
+    assert len(calls) == 2, "a quiet machine's profile stays"
 
 
 def test_calibrate_stores_what_the_engine_then_loads(tmp_path, monkeypatch):
