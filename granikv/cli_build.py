@@ -53,6 +53,14 @@ def build(
         from granikv.engines.build import BuildSettings
         from granikv.engines.build import build as build_engines
 
+        made: list[str] = []
+
+        def progress(
+            what: str, total: int | None
+        ) -> contextlib.AbstractContextManager[Callable[[int], None]]:
+            made.append(what)
+            return progress_bar(what, total)
+
         manifest = build_engines(
             BuildSettings(
                 checkpoint=checkpoint,
@@ -67,9 +75,9 @@ def build(
                 plugin=plugin,
                 compute_capabilities=tuple(compute_capability or ()),
             ),
-            progress_bar,
+            progress,
         )
-        _print_summary(manifest, out)
+        _print_summary(manifest, out, "made" if made else "kept: nothing had changed")
 
 
 @contextlib.contextmanager
@@ -86,16 +94,14 @@ def progress_bar(what: str, total: int | None) -> Iterator[Callable[[int], None]
         bar.update(task, total=total or 1, completed=total or 1)
 
 
-def _print_summary(manifest: Manifest, out: Path) -> None:
-    kind = "graph" if manifest.builder == "none" else "engine"
+def _print_summary(manifest: Manifest, out: Path, files_were: str) -> None:
     files = {}
     for rank, entries in enumerate(manifest.ranks):
-        entry = getattr(entries, kind)
-        sized = entry if kind == "engine" else entries.weights
-        size_bytes = 0 if sized is None else sized.size_bytes
-        files[f"rank {rank}"] = f"{entry.name}, {size_bytes / 1e6:.1f} MB"
+        present = [x for x in (entries.graph, entries.weights, entries.engine) if x is not None]
+        files[f"rank {rank}"] = ", ".join(f"{x.name} {x.size_bytes / 1e6:.1f} MB" for x in present)
     built = {
         "folder": str(out),
+        "files": files_were,
         "model": manifest.model.architecture,
         "tp": manifest.tp_size,
         "dtype": manifest.dtype,

@@ -76,6 +76,9 @@ def engine_config(settings: list[str] | None, model: str | None) -> EngineConfig
     return EngineConfig(**fields)
 
 
+PIPED_WIDTH = 4096
+
+
 def print_sections(sections: Mapping[str, Mapping[str, object]]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -83,6 +86,8 @@ def print_sections(sections: Mapping[str, Mapping[str, object]]) -> None:
     from granikv.bench.report import format_value
 
     console = Console()
+    if not console.is_terminal:  # a path stays in one piece for whoever reads it on
+        console = Console(width=PIPED_WIDTH)
     for title, facts in sections.items():
         if not facts:
             continue

@@ -113,20 +113,15 @@ class TransformersContender:
 
     def __init__(self, model: str | None):
         import torch
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
 
+        from granikv.bench.transformers_model import load_transformers
         from granikv.models.embedded import find_embedded
 
         path = Path(model) if model else find_embedded()
         if not path.exists():
             raise InvalidArgument("model", str(path), "an existing file or folder")
-        source: dict[str, Any] = {"pretrained_model_name_or_path": str(path)}
-        if path.is_file():
-            source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-        logging.disable_progress_bar()
         self.torch = torch
-        self.model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).eval()
+        self.model: Any = load_transformers(path)
         self.model.generation_config.eos_token_id = None  # all requests decode all steps
         self.vocab_size = self.model.config.vocab_size
         self._prefix: tuple[list[int], Any] = ([], None)

@@ -6,7 +6,6 @@ The shared prefix is computed once and its cache copied, so four answers take se
 from __future__ import annotations
 
 import copy
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,20 +31,14 @@ class Difference:
 class Reference:
     def __init__(self, gguf_path: Path):
         import torch
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
 
-        logging.set_verbosity_error()  # its notes and bars would bury the demo's own lines
-        logging.disable_progress_bar()
-        warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
-        folder, name = str(gguf_path.parent), gguf_path.name
+        from granikv.bench.transformers_model import load_transformers
+
         self.torch = torch
         # token ids are the model's input, so both sides get the same ones: transformers ignores
         # the file's pre-tokenizer (`smollm`, which splits digits); tests compare the tokenizers
         self.tokenizer = load_tokenizer(gguf_path)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=name, dtype=torch.float32
-        ).eval()
+        self.model: Any = load_transformers(gguf_path)
         self._prefix = self._encode(shared_prefix())
         with torch.inference_mode():
             ids = torch.tensor([self._prefix])
