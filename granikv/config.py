@@ -8,6 +8,12 @@ from pathlib import Path
 
 from granikv.errors import InvalidArgument
 
+INT32_MAX = 2**31 - 1  # slots and lengths are int32 in every plan
+SIZES = (
+    "num_layers", "hidden_size", "intermediate_size", "num_qo_heads", "num_kv_heads", "head_dim",
+    "vocab_size", "max_position",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -32,6 +38,10 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in SIZES:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= INT32_MAX:
+                raise InvalidArgument(name, value, f"an integer from 1 to {INT32_MAX}")
         if self.num_qo_heads % self.num_kv_heads:
             raise InvalidArgument(
                 "num_qo_heads", self.num_qo_heads, f"a multiple of num_kv_heads={self.num_kv_heads}"
@@ -52,7 +62,6 @@ UNIFORM_PAGE_TOKENS = 16  # the usual page of paged engines
 DEVICES = ("auto", "cpu", "cuda")
 EXECUTORS = ("torch", "tensorrt")
 MAX_THREADS = 1024
-INT32_MAX = 2**31 - 1  # slots and lengths are int32 in every plan
 LIMITS = {  # lowest and highest
     "capacity_tokens": (2, INT32_MAX),
     "max_requests": (1, 65536),

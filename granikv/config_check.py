@@ -6,6 +6,7 @@ One place for every way in: the engine itself, `granikv serve` before it starts 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from granikv.config import EngineConfig, ModelConfig
 from granikv.cost_model import CostModel
 from granikv.engines.manifest import load_manifest
-from granikv.errors import EngineMismatch, InvalidArgument, Unsupported
+from granikv.errors import EngineMismatch, InvalidArgument, Unavailable, Unsupported
 from granikv.executor import resolve_device
 from granikv.executor.tensorrt_executor import engine_sizes
 from granikv.executor.torch_executor import check_memory
@@ -55,12 +56,17 @@ def longest_request(config: EngineConfig, model: ModelConfig) -> int:
 def check_served_model(config: EngineConfig, model: ModelConfig, probe: str) -> None:
     """The weights' headers, the tokenizer, and that a server can answer its own probe.
 
-    Raises ModelFileError, Unsupported or InvalidArgument.
+    Raises ModelFileError, Unsupported, Unavailable or InvalidArgument.
     """
     if config.random_weights:
         raise Unsupported("random_weights: such a model has no tokenizer, so it cannot be served")
     if config.executor == "torch":
         check_weights(find_model(config.model))
+    elif importlib.util.find_spec("tensorrt") is None:
+        raise Unavailable(
+            "executor: expected the package tensorrt for 'tensorrt', found none; it is in the "
+            "container, or use executor=torch"
+        )
     needed = len(load_tokenizer(config.model).encode(probe)) + 1
     if needed > longest_request(config, model):
         name = "capacity_tokens" if needed > _stored_tokens(config) else "max_seq_len"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from granikv.config import ModelConfig
-from granikv.engines.io import BuildLimits, plugin_abi_hash
+from granikv.engines.io import DTYPES, BuildLimits, plugin_abi_hash
 from granikv.engines.sharding import Shard
 from granikv.errors import EngineMismatch, InvalidArgument, ModelFileError
 
@@ -24,6 +24,10 @@ class FileEntry:
     name: str  # beside the manifest
     size_bytes: int
     sha256: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name or Path(self.name).name != self.name:
+            raise InvalidArgument("file", self.name, "a name beside the manifest")
 
 
 @dataclass(frozen=True)
@@ -134,20 +138,22 @@ def load_manifest(folder: Path) -> Manifest:
         raise ModelFileError(
             f"{path}: expected a folder that `granikv build` wrote: {error.strerror}"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path}: expected valid JSON: {error}; build again") from error
     found = raw.get("format") if isinstance(raw, dict) else None
     if found != FORMAT:
         raise ModelFileError(f"{path}: format: expected {FORMAT}, got {found!r}; build again")
     try:
         return _parse(raw)
-    except (TypeError, KeyError, AttributeError, InvalidArgument) as error:
+    except (TypeError, KeyError, AttributeError, ValueError, InvalidArgument) as error:
         raise ModelFileError(
             f"{path}: expected a manifest of `granikv build`: {error}; build again"
         ) from error
 
 
 def _parse(raw: dict) -> Manifest:
+    if raw["dtype"] not in DTYPES:
+        raise InvalidArgument("dtype", raw["dtype"], f"one of {DTYPES}")
     model = raw["model"] | {"eos_token_ids": tuple(raw["model"]["eos_token_ids"])}
     ranks = tuple(
         RankFiles(**{kind: FileEntry(**entry) for kind, entry in files.items() if entry})

@@ -115,6 +115,10 @@ def test_a_build_that_stopped_at_onnx_has_no_engines(built):
         graphs.check(out, 2, RuntimeFacts())
 
 
+def entry(name) -> dict:
+    return {"name": name, "size_bytes": 1, "sha256": ""}
+
+
 def test_unreadable_manifests_are_refused(built, tmp_path):
     out, _ = built
     with pytest.raises(ModelFileError, match="granikv build"):
@@ -127,6 +131,12 @@ def test_unreadable_manifests_are_refused(built, tmp_path):
         (json.dumps({"format": 1}), "manifest of `granikv build`"),
         (json.dumps(raw | {"surprise": 1}), "surprise"),
         (json.dumps(raw | {"limits": {"max_requests": 0}}), "max_requests"),
+        (json.dumps(raw | {"dtype": "int3"}), "dtype.*int3"),
+        (json.dumps(raw | {"model": raw["model"] | {"num_kv_heads": 0}}), "num_kv_heads.*got 0"),
+        (json.dumps(raw | {"model": raw["model"] | {"num_layers": "4"}}), "num_layers.*got '4'"),
+        (json.dumps(raw | {"ranks": [{"engine": entry("/etc/passwd")}]}), "file.*/etc/passwd"),
+        (json.dumps(raw | {"ranks": [{"engine": entry(5)}]}), "file.*got 5"),
+        ("[" * 100000, "valid JSON"),
     ):
         (tmp_path / "manifest.json").write_text(content)
         with pytest.raises(ModelFileError, match=match):
