@@ -102,6 +102,10 @@ def bench_decode(
             min=1, help="Requests in a step; may be repeated. Absent: the standard cases."
         ),
     ] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(help="Of the standard cases only those with this name; may be repeated."),
+    ] = None,
     prefix_len: Annotated[int, typer.Option(min=0, help="With --batch: tokens all share.")] = 1024,
     suffix_len: Annotated[int, typer.Option(min=1, help="With --batch: private tokens.")] = 64,
     steps: Annotated[
@@ -124,6 +128,7 @@ def bench_decode(
     """Decode steps in this process: GraniKV, uniform paging and transformers in turns."""
     with clear_errors():
         from granikv.bench.decode import (
+            choose_workloads,
             gpu_workloads,
             run_decode_bench,
             shared,
@@ -133,6 +138,7 @@ def bench_decode(
         from granikv.bench.shapes import find_shape
 
         workloads = gpu_workloads() if random_weights else standard_workloads()
+        workloads = choose_workloads(workloads, case or [])
         if batch:
             workloads = [shared(size, prefix_len, suffix_len) for size in batch]
         extra = _both_layouts(settings)

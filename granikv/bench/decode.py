@@ -111,6 +111,15 @@ def standard_workloads() -> list[Workload]:
     return [shared(16, 4096, 64), two_levels, four_groups, *small]
 
 
+def choose_workloads(workloads: Sequence[Workload], names: Sequence[str]) -> list[Workload]:
+    """Those with one of the names; all if there are none. Raises InvalidArgument."""
+    known = list(dict.fromkeys(workload.name for workload in workloads))
+    for name in names:
+        if name not in known:
+            raise InvalidArgument("--case", name, f"one of {known}")
+    return [workload for workload in workloads if not names or workload.name in names]
+
+
 def gpu_workloads() -> list[Workload]:
     """The cases of the decode table for one GPU: suffix 128, up to 144 steps behind it."""
     groups = Workload(

@@ -71,3 +71,11 @@ def _word_tokenizer() -> str:
     from tokenizers import Tokenizer, models
 
     return Tokenizer(models.WordLevel({"<unk>": 0, "a": 3}, unk_token="<unk>")).to_str()
+
+
+def test_named_cases_are_all_with_that_name():
+    chosen = bench.choose_workloads(bench.standard_workloads(), ["shared-64", "shared-4096"])
+    assert [(w.name, w.batch) for w in chosen] == [
+        ("shared-4096", 16), ("shared-64", 1), ("shared-64", 8), ("shared-64", 32),
+    ]  # fmt: skip
+    assert bench.choose_workloads(bench.standard_workloads(), []) == bench.standard_workloads()

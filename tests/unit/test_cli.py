@@ -62,6 +62,7 @@ def test_version():
         ("calibrate --model /nowhere", 2, "/nowhere"),
         ("bench cache --trace /nowhere", 2, "/nowhere"),
         ("bench decode --steps 1", 2, "steps"),
+        ("bench decode --case four-groups", 2, "four-groups-1024-4096"),
         ("bench serve --trace /nowhere", 2, "/nowhere"),
         ("bench serve --request-rate inf", 2, "request_rate"),
         ("bench serve --request-rate nan", 2, "request_rate"),
