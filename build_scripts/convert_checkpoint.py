@@ -17,26 +17,28 @@ import typer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from granikv.cli_build import progress_bar  # noqa: E402
+from granikv.cli_build import (  # noqa: E402
+    Capacity,
+    CheckpointPath,
+    ElementType,
+    MaxBatch,
+    MaxSeq,
+    MaxTokens,
+    Ranks,
+    progress_bar,
+)
 from granikv.cli_common import clear_errors  # noqa: E402
 
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder of config.json and rank*.safetensors.")],
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Hugging Face folder or GGUF file; the embedded model if absent."
-        ),
-    ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    max_batch: Annotated[int, typer.Option(min=1, help="Most requests running at once.")] = 256,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most rows of a step.")] = 512,
-    max_seq: Annotated[
-        int, typer.Option(min=0, help="Longest sequence, tokens; 0: the context, at most 8192.")
-    ] = 0,
-    capacity: Annotated[int, typer.Option(min=2, help="Largest KV arena, tokens.")] = 65536,
+    checkpoint: CheckpointPath = None,
+    tp: Ranks = 1,
+    dtype: ElementType = "bfloat16",
+    max_batch: MaxBatch = 256,
+    max_tokens: MaxTokens = 512,
+    max_seq: MaxSeq = 0,
+    capacity: Capacity = 65536,
 ) -> None:
     """Convert a checkpoint for trtllm-build. Finished ranks are kept; stdout has the options that
     trtllm-build must be given for it.

@@ -28,6 +28,7 @@ from granikv.attention.cpu import CpuAttention, merge_parts
 from granikv.attention.plan_parts import Bucket, make_view
 from granikv.config import ModelConfig
 from granikv.core import HotVariant
+from granikv.outputs import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -336,6 +337,4 @@ def torch_threads(num_threads: int):
 def store_profile(profile: dict, path: Path) -> None:
     """Readers never see half a file. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{time.time_ns()}.tmp")
-    partial.write_text(json.dumps(profile, indent=1) + "\n")
-    partial.replace(path)
+    write_atomically(path, (json.dumps(profile, indent=1) + "\n").encode())

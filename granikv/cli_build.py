@@ -15,22 +15,32 @@ if TYPE_CHECKING:
     from granikv.engines.manifest import Manifest
 
 
+# Options of everything that is built from a checkpoint.
+CheckpointPath = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Hugging Face folder or GGUF file; the embedded model if absent."
+    ),
+]
+Ranks = Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")]
+ElementType = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+MaxBatch = Annotated[int, typer.Option(min=1, help="Most requests running at once.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Most rows of a step.")]
+MaxSeq = Annotated[
+    int, typer.Option(min=0, help="Longest sequence, tokens; 0: the context, at most 8192.")
+]
+Capacity = Annotated[int, typer.Option(min=2, help="Largest KV arena, tokens.")]
+
+
 def build(
     out: Annotated[Path, typer.Option(help="Folder of graphs, engines and manifest.json.")],
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Hugging Face folder or GGUF file; the embedded model if absent."
-        ),
-    ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    max_batch: Annotated[int, typer.Option(min=1, help="Most requests running at once.")] = 256,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most rows of a step.")] = 512,
-    max_seq: Annotated[
-        int, typer.Option(min=0, help="Longest sequence, tokens; 0: the context, at most 8192.")
-    ] = 0,
-    capacity: Annotated[int, typer.Option(min=2, help="Largest KV arena, tokens.")] = 65536,
+    checkpoint: CheckpointPath = None,
+    tp: Ranks = 1,
+    dtype: ElementType = "bfloat16",
+    max_batch: MaxBatch = 256,
+    max_tokens: MaxTokens = 512,
+    max_seq: MaxSeq = 0,
+    capacity: Capacity = 65536,
     builder: Annotated[
         str,
         typer.Option(

@@ -1,8 +1,10 @@
-"""Checks places to write to before any work is done for them."""
+"""Places to write to: checked before any work is done for them, and files that appear whole."""
 
 from __future__ import annotations
 
+import os
 import tempfile
+import threading
 from pathlib import Path
 
 from granikv.errors import InvalidArgument
@@ -32,3 +34,19 @@ def check_output_folder(name: str, path: Path) -> None:
     except OSError as error:
         expected = f"a folder that can be written ({error.strerror})"
         raise InvalidArgument(name, str(path), expected) from None
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """The whole content or, after an interruption, the file that was there before.
+
+    What a killed process leaves is named *.partial. Raises OSError.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -28,6 +28,7 @@ from granikv.engines.manifest import FILE_NAME, FileEntry, Manifest, RankFiles
 from granikv.engines.records import RankRecord, file_hash, key_of, sole_writer
 from granikv.engines.sharding import Shard
 from granikv.errors import InvalidArgument, Unavailable
+from granikv.outputs import write_atomically
 
 DEFAULT_MAX_SEQ_LEN = 8192  # the model's context if that is shorter
 
@@ -127,7 +128,7 @@ def _build(
         checkpoint=checkpoint.fingerprint(),
         versions={name: _version(name) for name in ("granikv", "onnx", "torch")},
     )
-    export.write_atomically(settings.out / FILE_NAME, manifest.to_json().encode())
+    write_atomically(settings.out / FILE_NAME, manifest.to_json().encode())
     return manifest
 
 

@@ -21,6 +21,7 @@ from granikv.engines.graph import Placed, all_weights, build_graph, place_weight
 from granikv.engines.io import BuildLimits, EngineIO, attention_shape_of
 from granikv.engines.sharding import Part, Shard, WeightSpec
 from granikv.models.layers import RotaryTable
+from granikv.outputs import write_atomically
 
 SLICE_BYTES = 32 * 2**20  # read at a time
 TORCH_TYPES = {
@@ -77,19 +78,6 @@ def export_rank(
     write_atomically(path, content)
     written.append(WrittenFile(path.name, len(content), hashlib.sha256(content).hexdigest()))
     return written
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """The whole content or, after an interruption, the file that was there before."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def write_stream(path: Path, blocks: Iterable[memoryview], advance: Advance) -> WrittenFile:

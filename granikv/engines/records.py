@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from granikv.engines.export import write_atomically
 from granikv.engines.manifest import FileEntry
 from granikv.errors import Unavailable
+from granikv.outputs import write_atomically
 
 HASH_BYTES = 16 * 2**20  # read at a time
 

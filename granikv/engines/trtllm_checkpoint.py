@@ -25,6 +25,7 @@ from granikv.engines.manifest import FileEntry
 from granikv.engines.records import RankRecord, key_of, sole_writer
 from granikv.engines.sharding import Shard, WeightSpec
 from granikv.errors import EngineMismatch
+from granikv.outputs import write_atomically
 
 ARCHITECTURE = "GraniKVForCausalLM"  # the class of trtllm_model.py, in TensorRT-LLM's MODEL_MAP
 CONFIG_NAME, OUR_KEY, FORMAT = "config.json", "granikv", 1
@@ -88,7 +89,7 @@ def _convert(
             written = write_rank(checkpoint, shard, limits, settings.dtype, settings.out, advance)
         record.store("weights", key, [FileEntry(written.name, written.size_bytes, written.sha256)])
     config = checkpoint_config(settings, checkpoint, limits)
-    export.write_atomically(config_file, (json.dumps(config, indent=1) + "\n").encode())
+    write_atomically(config_file, (json.dumps(config, indent=1) + "\n").encode())
     return config
 
 

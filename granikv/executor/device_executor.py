@@ -1,14 +1,16 @@
 """Runs StepPlans on one device: decode steps as CUDA graphs, all others eagerly.
 
-What the model is (a torch decoder, a TensorRT engine) is the subclass's. A step: moves, slot writes, input ids, decoder, sampler; then the sampled ids start their way to
-the host. `launch` returns as soon as the work is queued. The next step reads the sampled ids on
-the device, so it can be queued before they reach the host.
+What the model is (a torch decoder, a TensorRT engine) is the subclass's. A step: moves, slot writes,
+input ids, decoder, sampler; then the sampled ids start their way to the host. `launch` returns as
+soon as the work is queued. The next step reads the sampled ids on the device, so it can be queued
+before they reach the host.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -58,7 +60,7 @@ class GraphCounts:
     keys_seen: dict[tuple, int] = field(default_factory=dict)
 
 
-class DeviceExecutor:
+class DeviceExecutor(ABC):
     """What executors on one device share; a subclass gives `_forward`.
 
     model_config: the shape of what runs here; buffers: the plan on the device, `prepare`d once per
@@ -119,6 +121,7 @@ class DeviceExecutor:
         buffers = self.buffers
         return PlanCutter(buffers.shape, buffers.num_sms, buffers.capacities.max_partials)
 
+    @abstractmethod
     def _forward(
         self, rows: dict[str, torch.Tensor], num_rows: int, sample_rows: torch.Tensor | None
     ) -> torch.Tensor:
@@ -126,7 +129,6 @@ class DeviceExecutor:
 
         rows: of DeviceRows; sample_rows int64 [S], None: all rows. Returns logits fp32 [S, vocab].
         """
-        raise NotImplementedError
 
     def _require_memory(self, arena_bytes: int, capacity_tokens: int) -> None:
         if not self.on_gpu:

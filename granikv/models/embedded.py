@@ -21,6 +21,7 @@ from pathlib import Path
 
 from granikv import env
 from granikv.errors import GraniKVError, InvalidArgument, ModelFileError, Unavailable
+from granikv.outputs import write_atomically
 
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -76,9 +77,7 @@ def verify(path: Path) -> None:
     known[key] = found
     try:
         marker.parent.mkdir(parents=True, exist_ok=True)
-        partial = marker.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(known), encoding="utf-8")
-        partial.replace(marker)
+        write_atomically(marker, json.dumps(known).encode())
     except OSError:
         return  # a read-only home costs a second hash at the next start, nothing else
 

@@ -14,27 +14,13 @@ from tiny_engine import (
     check_clean,
     make_engine,
     run,
+    three_levels,
     tokens,
 )
 
 from granikv.core import FinishReason
 from granikv.errors import AlreadyExists, InvalidArgument
 from granikv.sampling_params import SamplingParams
-
-EVERYONE, GROUP_A, GROUP_B = tokens(1, 48), tokens(2, 32), tokens(3, 40)
-
-
-def three_levels():
-    session = tokens(4, 20)
-    return [
-        EVERYONE + GROUP_A + session + tokens(10, 5),
-        EVERYONE + GROUP_A + session + tokens(11, 9),
-        EVERYONE + GROUP_A + tokens(12, 3),
-        EVERYONE + GROUP_B + tokens(13, 7),
-        EVERYONE + GROUP_B + tokens(14, 1),
-        EVERYONE + tokens(15, 4),
-        tokens(16, 6),
-    ]
 
 
 @pytest.mark.parametrize("arch", ARCHS)

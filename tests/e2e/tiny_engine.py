@@ -104,3 +104,20 @@ def assert_matched(models, arch, prompt, got):
 
 def tokens(seed, count):
     return np.random.default_rng(seed).integers(3, TINY_VOCAB, count).tolist()
+
+
+EVERYONE, GROUP_A, GROUP_B = tokens(1, 48), tokens(2, 32), tokens(3, 40)
+
+
+def three_levels():
+    """Prompts that share everyone's prefix, a group's, a session's, or nothing."""
+    session = tokens(4, 20)
+    return [
+        EVERYONE + GROUP_A + session + tokens(10, 5),
+        EVERYONE + GROUP_A + session + tokens(11, 9),
+        EVERYONE + GROUP_A + tokens(12, 3),
+        EVERYONE + GROUP_B + tokens(13, 7),
+        EVERYONE + GROUP_B + tokens(14, 1),
+        EVERYONE + tokens(15, 4),
+        tokens(16, 6),
+    ]

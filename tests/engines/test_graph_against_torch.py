@@ -12,7 +12,7 @@ import torch
 from helpers import dense_attend, make_tiny_hf
 from lockstep import LockstepExecutor, SharesWherePossible
 from reference_logits import relative_errors
-from tiny_engine import ARCHS, run, tokens
+from tiny_engine import ARCHS, run, three_levels, tokens
 
 from granikv.config import EngineConfig
 from granikv.engine import Engine
@@ -22,21 +22,6 @@ from granikv.models import find_model, load_model
 from granikv.sampling import Sampler
 
 MAX_RELATIVE_ERROR = 1e-4  # max|a - b| / max|b| per position
-
-EVERYONE, GROUP_A, GROUP_B = tokens(1, 48), tokens(2, 32), tokens(3, 40)
-
-
-def agents():
-    session = tokens(4, 20)
-    return [
-        EVERYONE + GROUP_A + session + tokens(10, 5),
-        EVERYONE + GROUP_A + session + tokens(11, 9),
-        EVERYONE + GROUP_A + tokens(12, 3),
-        EVERYONE + GROUP_B + tokens(13, 7),
-        EVERYONE + GROUP_B + tokens(14, 1),
-        EVERYONE + tokens(15, 4),
-        tokens(16, 6),
-    ]
 
 
 def make_engine(path, tp_size, folder, padding=0, run_by=None, **settings):
@@ -72,7 +57,7 @@ def test_agents_with_shared_prefixes(tmp_path, arch, tp_size):
     path = make_tiny_hf(tmp_path / "model", arch, seed=3)
     engine = make_engine(path, tp_size, tmp_path)
     for _ in range(2):  # cold, then warm
-        run(engine, agents(), max_tokens=5)
+        run(engine, three_levels(), max_tokens=5)
     seen = engine.executor.seen
     assert max(seen.errors) < MAX_RELATIVE_ERROR
     assert len(seen.errors) == 2 * 7 * 5
@@ -84,7 +69,7 @@ def test_tied_embeddings_and_padded_decode_steps(tmp_path):
     path = make_tiny_hf(tmp_path / "model", "Qwen2ForCausalLM", tie_word_embeddings=True)
     for tp_size in (1, 2):
         engine = make_engine(path, tp_size, tmp_path, padding=3)
-        run(engine, agents()[:4], max_tokens=4)
+        run(engine, three_levels()[:4], max_tokens=4)
         assert max(engine.executor.seen.errors) < MAX_RELATIVE_ERROR
         engine.close()
 
@@ -107,13 +92,13 @@ def test_bf16_graph_errs_no_more_than_torch_in_bf16(tmp_path, arch):
     run_by = {"dtype": "bfloat16", "make_session": standins.evaluator}
     engine = make_engine(path, 1, tmp_path, run_by=run_by)
     for _ in range(2):
-        run(engine, agents(), max_tokens=4)
+        run(engine, three_levels(), max_tokens=4)
     seen = engine.executor.seen
     assert min(seen.prefills, seen.decodes, seen.hot) > 2
     engine.close()
     wide, half = load_model(path), load_model(path, torch.bfloat16)
     allowed = []
-    for prompt in agents():
+    for prompt in three_levels():
         ids, attend = torch.tensor(prompt), dense_attend(wide.config)
         want, got = (m.forward(ids, torch.arange(len(ids)), attend) for m in (wide, half))
         allowed += relative_errors(list(got), want).tolist()

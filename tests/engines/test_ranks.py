@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 from helpers import make_tiny_hf
-from test_graph_against_torch import agents
 from test_tensorrt_executor import LIMITS, config, make_engine
-from tiny_engine import run, tokens
+from tiny_engine import run, three_levels, tokens
 
 from granikv.config_check import check_engine
 from granikv.engine import Engine
@@ -64,8 +63,8 @@ def test_tokens_are_the_torch_executors(built, monkeypatch, async_depth):
         TorchExecutor(plain, decoder, Sampler(10, decoder.config.vocab_size)), plain
     )
     for _ in range(2):  # cold, then warm: promotions move KV on both ranks
-        want, _ = run(reference, agents(), max_tokens=5)
-        got, _ = run(engine, agents(), max_tokens=5)
+        want, _ = run(reference, three_levels(), max_tokens=5)
+        got, _ = run(engine, three_levels(), max_tokens=5)
         assert got == want
     processes = executor._processes.processes
     engine.close()

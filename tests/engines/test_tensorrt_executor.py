@@ -9,8 +9,7 @@ import torch
 from engine_double import EngineDouble
 from helpers import make_tiny_hf
 from reference_logits import record_logits, relative_errors
-from test_graph_against_torch import agents
-from tiny_engine import ARCHS, run, tokens
+from tiny_engine import ARCHS, run, three_levels, tokens
 
 from granikv.config import EngineConfig
 from granikv.engine import Engine
@@ -76,8 +75,8 @@ def test_tokens_are_the_torch_executors(built, arch, async_depth):
     reference = torch_engine(built, arch)
     engine = make_engine(make_executor(built, arch), config(async_depth=async_depth))
     for _ in range(2):  # cold, then warm
-        want, _ = run(reference, agents(), max_tokens=6)
-        got, _ = run(engine, agents(), max_tokens=6)
+        want, _ = run(reference, three_levels(), max_tokens=6)
+        got, _ = run(engine, three_levels(), max_tokens=6)
         assert got == want
         for a, b in zip(got, want, strict=True):
             assert float(relative_errors(a.logits, torch.stack(b.logits)).max()) < 1e-4

@@ -12,8 +12,8 @@ import pytest
 import torch
 from helpers import make_tiny_hf
 from plugin_doubles import creators
-from test_graph_against_torch import MAX_RELATIVE_ERROR, agents, make_engine
-from tiny_engine import run
+from test_graph_against_torch import MAX_RELATIVE_ERROR, make_engine
+from tiny_engine import run, three_levels
 
 from granikv.engines.build import ExportSettings
 from granikv.engines.checkpoint import open_checkpoint
@@ -155,7 +155,7 @@ def test_logits_are_the_torch_executors(trtllm, tmp_path, arch, tp_size):
         return networks.Session(trtllm, models[int(onnx_path.stem.removeprefix("rank"))])
 
     engine = make_engine(path, tp_size, tmp_path, run_by={"make_session": session})
-    run(engine, agents(), max_tokens=4)
+    run(engine, three_levels(), max_tokens=4)
     seen = engine.executor.seen
     engine.close()
     assert len(seen.errors) == 7 * 4 and max(seen.errors) < MAX_RELATIVE_ERROR

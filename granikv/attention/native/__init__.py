@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from granikv import env
+from granikv.outputs import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -200,15 +201,7 @@ def _is_whole(path: Path) -> bool:
 
 def _keep(data: bytes, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(suffix=".part", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data + hashlib.sha256(data).digest())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        Path(partial).unlink(missing_ok=True)
+    write_atomically(path, data + hashlib.sha256(data).digest())
 
 
 def _compile(compiler: list[str], path: Path) -> None:
