@@ -11,10 +11,12 @@ import datetime
 import http.client
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import shutil
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -62,9 +64,20 @@ def describe(config: EngineConfig) -> dict[str, dict[str, object]]:
         sections["model"] = {"error": str(error)}
     return sections | {
         "versions": versions(),
-        "environment": {name: str(v) for name in env.VARIABLES if (v := env.read(name))},
+        "environment": environment_facts(os.environ),
         "engine configuration": dataclasses.asdict(config),
     }
+
+
+def environment_facts(environ: Mapping[str, str]) -> dict[str, object]:
+    """Every variable with its value, or with what holds when it is not set."""
+    facts: dict[str, object] = {}
+    for name, variable in env.VARIABLES.items():
+        value = str(env.read(name, environ))
+        if not environ.get(name):
+            value = f"default ({value})" if isinstance(variable.default, bool) else "not set"
+        facts[name] = value
+    return facts
 
 
 def kv_facts(config: EngineConfig, model: ModelConfig) -> dict[str, object]:
@@ -106,7 +119,7 @@ def profile_facts(config: EngineConfig, model: ModelConfig) -> dict[str, object]
             "torch": profile["torch"],
             "read, GB/s": round(profile["read_gb_per_s"], 1),
             "matrix rate, GFLOP/s": round(profile["gflops"], 1),
-            "warnings": len(profile.get("warnings", ())),
+            "warnings": list(profile.get("warnings", ())),
         }
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return facts | {"state": f"unreadable ({error!r}): `granikv calibrate` writes it again"}

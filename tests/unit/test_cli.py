@@ -10,8 +10,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from granikv import chat, inspection
+from granikv import chat, env, inspection
 from granikv.cli import app
+from granikv.cli_common import print_sections
 from granikv.errors import InvalidArgument, Unavailable
 from granikv.outputs import check_output_file
 
@@ -257,8 +258,30 @@ def test_profile_facts(tmp_path):
     assert "unreadable" in inspection.profile_facts(config, None)["state"]
     record = {
         "date": "2020-01-01T00:00:00+00:00", "device": "x", "num_threads": 2, "torch": "2",
-        "read_gb_per_s": 1.0, "gflops": 2.0, "warnings": ["w"],
+        "read_gb_per_s": 1.0, "gflops": 2.0, "warnings": ["a is slow", "b is slow"],
     }  # fmt: skip
     path.write_text(json.dumps(record))
     facts = inspection.profile_facts(config, None)
-    assert facts["warnings"] == 1 and "days" in facts["age"]
+    assert facts["warnings"] == ["a is slow", "b is slow"] and "days" in facts["age"]
+
+
+def test_inspect_shows_every_warning_of_a_profile(capsys):
+    print_sections({"profile": {"warnings": ["a is slow", "b is slow"]}, "other": {"warnings": []}})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["warnings", "a", "is", "slow"] in lines and ["b", "is", "slow"] in lines
+    assert ["warnings", "none"] in lines
+
+
+def test_inspect_tells_set_variables_from_defaults():
+    unset = inspection.environment_facts({"GRANIKV_NATIVE": ""})
+    assert set(unset) == set(env.VARIABLES)
+    assert unset["GRANIKV_NATIVE"] == "default (True)" and unset["GRANIKV_PYTHON"] == "not set"
+    assert unset["GRANIKV_LOG_PLAN"] == "default (False)"
+    assert inspection.environment_facts({"GRANIKV_NATIVE": "1"})["GRANIKV_NATIVE"] == "True"
+    with pytest.raises(InvalidArgument):
+        inspection.environment_facts({"GRANIKV_NATIVE": "perhaps"})
+
+
+def test_build_takes_a_file_or_a_folder():
+    (checkpoint,) = [p for p in LEAVES["build"].params if p.name == "checkpoint"]
+    assert checkpoint.metavar == "PATH"
