@@ -11,12 +11,10 @@ import datetime
 import http.client
 import importlib.metadata
 import json
-import os
 import platform
 import re
 import shutil
 import urllib.request
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -64,20 +62,9 @@ def describe(config: EngineConfig) -> dict[str, dict[str, object]]:
         sections["model"] = {"error": str(error)}
     return sections | {
         "versions": versions(),
-        "environment": environment_facts(os.environ),
+        "environment": env.describe(),
         "engine configuration": dataclasses.asdict(config),
     }
-
-
-def environment_facts(environ: Mapping[str, str]) -> dict[str, object]:
-    """Every variable with its value, or with what holds when it is not set."""
-    facts: dict[str, object] = {}
-    for name, variable in env.VARIABLES.items():
-        value = str(env.read(name, environ))
-        if not environ.get(name):
-            value = f"default ({value})" if isinstance(variable.default, bool) else "not set"
-        facts[name] = value
-    return facts
 
 
 def kv_facts(config: EngineConfig, model: ModelConfig) -> dict[str, object]:

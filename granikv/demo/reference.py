@@ -16,7 +16,6 @@ from granikv.demo.workload import shared_prefix
 from granikv.text import load_tokenizer
 
 NEAR_TIE = 1e-3  # of the logit range
-WAIT_POLICY = "OMP_WAIT_POLICY"
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,14 @@ def import_torch_with_sleeping_threads() -> None:
     On two cores that others use too, spinning made a prefill of 2,100 tokens take 6 to 14 s, not 4.
     Only for this process, not for those that it starts; without effect when torch is there already.
     """
-    before = os.environ.get(WAIT_POLICY)
-    os.environ[WAIT_POLICY] = "passive"
+    before = os.environ.get("OMP_WAIT_POLICY")
+    os.environ["OMP_WAIT_POLICY"] = "passive"
     try:
         import torch  # noqa: F401
     finally:
-        del os.environ[WAIT_POLICY]
+        del os.environ["OMP_WAIT_POLICY"]
         if before is not None:
-            os.environ[WAIT_POLICY] = before
+            os.environ["OMP_WAIT_POLICY"] = before
 
 
 def load_reference(gguf_path: Path) -> Reference:

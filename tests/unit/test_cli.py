@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from granikv import chat, env, inspection
+from granikv import chat, inspection
 from granikv.cli import app
 from granikv.cli_common import print_sections
 from granikv.errors import InvalidArgument, Unavailable
@@ -22,6 +22,12 @@ LEAVES = {
     **{n: c for n, c in COMMANDS.commands.items() if n != "bench"},
     **{f"bench {n}": c for n, c in COMMANDS.commands["bench"].commands.items()},
 }
+
+
+@pytest.fixture(autouse=True)
+def ports_are_free(monkeypatch):
+    """Also where a server runs on the default ones."""
+    monkeypatch.setattr("granikv.serving.server_handle.check_ports", lambda address: None)
 
 
 def run(*arguments, **kwargs):
@@ -125,7 +131,7 @@ def test_a_bad_setting_is_refused_by_every_command_alike(
     def popen(command, *_, **__):
         raise AssertionError(f"started {command}")
 
-    monkeypatch.setattr("granikv.serving.launcher.subprocess.Popen", popen)
+    monkeypatch.setattr("subprocess.Popen", popen)
     (tmp_path / "file").write_text("[1, 2]")
     file = str(tmp_path / "file")
     result = run(*command.split(), "--set", setting.format(file=file))
@@ -136,7 +142,7 @@ def test_a_bad_setting_is_refused_by_every_command_alike(
 
 
 def test_a_bad_variable_is_refused_before_a_demo_starts_servers(monkeypatch, tmp_path):
-    monkeypatch.setattr("granikv.serving.launcher.subprocess.Popen", None)
+    monkeypatch.setattr("subprocess.Popen", None)
     result = run("demo", "--out", str(tmp_path), env={"GRANIKV_LOG_PLAN": "maybe"})
     assert result.exit_code == 2 and "GRANIKV_LOG_PLAN: expected 0 or 1" in result.stderr
 
@@ -270,16 +276,6 @@ def test_inspect_shows_every_warning_of_a_profile(capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["warnings", "a", "is", "slow"] in lines and ["b", "is", "slow"] in lines
     assert ["warnings", "none"] in lines
-
-
-def test_inspect_tells_set_variables_from_defaults():
-    unset = inspection.environment_facts({"GRANIKV_NATIVE": ""})
-    assert set(unset) == set(env.VARIABLES)
-    assert unset["GRANIKV_NATIVE"] == "default (True)" and unset["GRANIKV_PYTHON"] == "not set"
-    assert unset["GRANIKV_LOG_PLAN"] == "default (False)"
-    assert inspection.environment_facts({"GRANIKV_NATIVE": "1"})["GRANIKV_NATIVE"] == "True"
-    with pytest.raises(InvalidArgument):
-        inspection.environment_facts({"GRANIKV_NATIVE": "perhaps"})
 
 
 def test_build_takes_a_file_or_a_folder():
