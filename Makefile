@@ -34,9 +34,9 @@ $(VENV)/.ok: pyproject.toml $(CONSTRAINTS) build_scripts/find_python.sh
 	@test -x $(PY) || "$$(build_scripts/find_python.sh)" -m venv $(VENV)
 	@echo "setup 2/5: installing $(TORCH) (about 200 MB for CPUs, several GB with CUDA)"
 	@$(PIP) "numpy==1.26.4" "$(TORCH)" $(PIP_OPTIONS)
-	@echo "setup 3/5: installing granikv and what it uses: transformers, Triton's client, ..."
+	@echo "setup 3/5: installing granikv and what it uses: transformers, Triton's client, ... (100 MB)"
 	@$(PACKAGES) -e ".[serve,bench]"
-	@echo "setup 4/5: installing the Triton server, from nvidia-pytriton"
+	@echo "setup 4/5: installing the Triton server, from nvidia-pytriton (55 MB)"
 	@$(PIP) --no-deps "nvidia-pytriton==0.7.0"
 	@echo "setup 5/5: looking for the embedded model (98 MB), and fetching it if it is nowhere"
 	@$(PY) -c "import sys; from granikv.models.embedded import main; sys.exit(main())"
