@@ -284,6 +284,7 @@ class Move:
 
     src_slots: np.ndarray  # int32 [length]
     dst_start: int
+    reason: str = "promotion"  # or "compaction"; for the log
 
     @property
     def length(self) -> int:

@@ -56,6 +56,7 @@ def lines(plan: StepPlan) -> list[str]:
         )
     for move in plan.moves:
         text.append(
-            f"step {plan.step_id}: move: {move.length} tokens to slot {move.dst_start} (promotion)"
+            f"step {plan.step_id}: move: {move.length} tokens to slot {move.dst_start} "
+            f"({move.reason})"
         )
     return text

@@ -12,6 +12,7 @@ import enum
 
 import numpy as np
 
+from granikv.cache.compaction import Compactor
 from granikv.cache.policy import HotPolicy
 from granikv.cache.prefix_tree import Node
 from granikv.cache.storage import NodeStorage
@@ -41,15 +42,16 @@ class CacheManager:
         self.page_tokens = config.page_tokens
         self.storage = NodeStorage(config.capacity_tokens, config.page_tokens)
         self.arena, self.tree = self.storage.arena, self.storage.tree
-        self.policy = HotPolicy(config, self.storage)
+        self.compactor = Compactor(self.storage, config.max_move_tokens)
+        self.policy = HotPolicy(config, self.storage, self.compactor)
         self.slot_writes: list[SlotWrite] = []
         self._now = 0.0  # the latest time a caller passed
         self._paths: dict[Request, tuple[int, list[Node]]] = {}
 
     @property
     def counters(self) -> dict[str, int]:
-        """Since the start: evictions, promotions, extents and fallbacks."""
-        return {**self.storage.counters, **self.policy.counters}
+        """Since the start: evictions, moves, promotions, extents and fallbacks."""
+        return {**self.storage.counters, **self.compactor.counters, **self.policy.counters}
 
     @property
     def max_request_tokens(self) -> int:
@@ -246,8 +248,9 @@ class CacheManager:
         request.num_published = upto
 
     def plan_moves(self) -> list[Move]:
-        """Copies of the next step: promotions of shared COLD nodes, at most max_move_tokens."""
-        return self.policy.plan_moves()
+        """Copies of the next step, at most max_move_tokens: compaction, then promotions."""
+        self.policy.plan_promotions()
+        return self.compactor.take_moves()
 
     # --- release ------------------------------------------------------------------------------
 
@@ -270,6 +273,8 @@ class CacheManager:
                     node.writer = None
                     self.storage.trim(node, node.published)
             self._keep_tail(request, leaf, keep and self.config.enable_prefix_caching)
+        if self.storage.window is not None and not self.storage.window.node.users:
+            self.storage.drop_window()
         request.leaf = None
         self._paths.pop(request, None)
         request.tail_slots = []
@@ -315,9 +320,9 @@ class CacheManager:
         """Every step up to `step_id` has finished: what they read may be reused."""
         self.storage.step_completed(step_id)
 
-    def drop_moves(self, moves: list[Move]) -> None:
-        """A failed step may not have written these extents: forget them, split since or not."""
-        self.storage.forget_extents([(m.dst_start, m.dst_start + m.length) for m in moves])
+    def forget_moves(self, step_id: int) -> None:
+        """A failed step may not have written what it was to move: forget it, split since or not."""
+        self.storage.forget_moves(step_id)
 
     def take_slot_writes(self) -> list[SlotWrite]:
         """What the next step records in request_slots."""

@@ -159,5 +159,5 @@ def test_every_span_holds_the_right_tokens(layout, async_depth):
     under_load()
     for counter in ("preemptions", "evicted_tokens", "cached_tokens", "failed_steps"):
         assert seen[counter] > 0, counter
-    for counter in ("promotions", "extents"):
+    for counter in ("promotions", "extents", "compacted_tokens"):
         assert (seen[counter] > 0) == (layout == "asymmetric"), counter

@@ -1,0 +1,193 @@
+"""Room for an extent without losing what lies there: idle KV moves out of a window.
+
+    slots   .free.|-- idle --|###busy###|.free.|--- idle ---|.free.|##
+                  ^ moved here          |<----- window, the extent ---->|
+
+A full arena has free and idle slots everywhere, but rarely a long free run. It plans the copies of
+the next step, within its budget; it does not know why a node deserves an extent.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from granikv.cache.prefix_tree import Node
+from granikv.cache.storage import NodeStorage
+from granikv.cache.windows import cheapest_window
+from granikv.core import Move
+
+HOT_COST = 2.0  # of moving a slot of an extent, beside 1: it may lose its place for good
+DEMAND_COST = 4.0  # of evicting a slot that a waiting request wants, beside 1 to 2 for any
+
+
+class Compactor:
+    """Extents in one arena, and the moves of the next step: at most max_move_tokens of them."""
+
+    def __init__(self, storage: NodeStorage, max_move_tokens: int):
+        self.storage = storage
+        self.max_move_tokens = max_move_tokens
+        self.budget = max_move_tokens  # tokens that the next step may still move
+        self.counters = {"moved_tokens": 0, "compacted_tokens": 0}
+        self._moves: list[Move] = []
+
+    def add(self, move: Move) -> None:
+        """A copy of the next step."""
+        self._moves.append(move)
+        self.budget -= move.length
+        self.counters["moved_tokens"] += move.length
+
+    def take_moves(self) -> list[Move]:
+        """The next step's copies, whose sources and destinations are disjoint."""
+        moves, self._moves = self._moves, []
+        self.budget = self.max_move_tokens
+        return moves
+
+    @property
+    def is_clearing(self) -> bool:
+        """A copy into an extent must wait: for its window, or for the moves planned already."""
+        return bool(self._moves) or self.storage.window is not None
+
+    # --- extents ------------------------------------------------------------------------------
+
+    def reserve(self, node: Node) -> int | None:
+        """First slot of an extent for an unwritten node; None: slots in use leave no room.
+
+        What lies there moves in the next step, which may append to the extent: moves come first.
+        """
+        start = self.storage.arena.allocate_extent(len(node))
+        if start is None:
+            opened = self._open(node)
+            if opened is None:
+                return None
+            start, _ = opened
+        self.storage.assign_extent(node, start)
+        return start
+
+    def reserve_for_copy(self, node: Node) -> int | None:
+        """First slot of an extent that the next step may copy a COLD node to.
+
+        None while is_clearing: not yet. None otherwise: slots in use leave no room. A window that
+        holds anything is cleared first and kept for the node until that step has finished.
+        """
+        storage = self.storage
+        start = storage.arena.allocate_extent(len(node))
+        if start is None:
+            start = storage.take_window(node)
+        if start is None:
+            opened = None if self.is_clearing else self._open(node)
+            if opened is None:
+                return None
+            start, num_moved = opened
+            if num_moved:
+                storage.keep_window(node, start)
+                return None
+        storage.assign_extent(node, start)
+        return start
+
+    # --- windows ------------------------------------------------------------------------------
+
+    def _open(self, node: Node) -> tuple[int, int] | None:
+        """Take the cheapest run of free and idle slots that holds the node.
+
+        (its first slot, tokens that move out of it in the next step); None: there is no such run.
+        """
+        storage, length = self.storage, len(node)
+        if length > storage.arena.num_free + storage.num_evictable():
+            return None
+        path = set(storage.tree.path(node))
+        idle = [n for n in storage.tree.nodes() if n.allocated and n not in path]
+        idle = [n for n in idle if storage.is_idle(n)]
+        start = self._choose(idle, length)
+        if start is None:
+            return None
+        end = start + length
+        num_free = storage.arena.take_free(start, end)
+        budget = min(self.budget, storage.arena.num_free)
+        staying, num_moved = self._evict_what_does_not_fit(idle, start, end, budget)
+        assert storage.arena.take_free(start, end) == length - num_free - num_moved
+        spare = budget - num_moved
+        for other in staying:
+            spare -= self._move_out(other, start, end, spare)
+        return start, num_moved
+
+    def _choose(self, idle: list[Node], length: int) -> int | None:
+        """First slot of the window with the least to move, or else the least to lose."""
+        arena = self.storage.arena
+        cost = np.full(arena.num_usable, np.inf)
+        for first, end in arena.free_ranges():
+            cost[first:end] = 0.0
+        for node in idle:
+            cost[node.stored_slots()] = HOT_COST if node.is_hot else 1.0
+        start = cheapest_window(cost, length)
+        if start is None:
+            return None
+        num_idle = np.count_nonzero(cost[start : start + length])
+        if length <= arena.num_free and num_idle <= self.budget:
+            return start
+        newest = max(n.last_use for n in idle)
+        oldest = min(n.last_use for n in idle)
+        for node in idle:  # the newest counts twice the oldest, what somebody waits for 4 more
+            age = (node.last_use - oldest) / (newest - oldest) if newest > oldest else 0.0
+            cost[node.stored_slots()] = 1.0 + age + (DEMAND_COST if node.users else 0.0)
+        return cheapest_window(cost, length)
+
+    def _evict_what_does_not_fit(
+        self, idle: list[Node], start: int, end: int, budget: int
+    ) -> tuple[list[Node], int]:
+        """(nodes that will move out of [start, end), how many of their tokens lie there).
+
+        The newest stay, and what a request waits for; ancestors come before what is below them.
+        """
+        staying, num_moved = [], 0
+        for node in sorted(idle, key=lambda n: (n.users > 0, n.last_use, -n.start), reverse=True):
+            inside = _inside(node, start, end)
+            if not len(inside):
+                continue
+            if num_moved + len(inside) <= budget:
+                staying.append(node)
+                num_moved += len(inside)
+            else:
+                self.storage.evict_from(node, int(inside[0]))
+        return staying, num_moved
+
+    def _move_out(self, node: Node, start: int, end: int, spare: int) -> int:
+        """Plan the copy of a node's slots in [start, end); returns tokens moved beside those.
+
+        An extent moves as a whole if `spare` slots and tokens allow it; else its part from the
+        window on, with all that is HOT below it, becomes COLD where it lies.
+        """
+        storage, inside = self.storage, _inside(node, start, end)
+        if node.is_hot:
+            target = None
+            if node.allocated - len(inside) <= spare:
+                target = storage.arena.allocate_extent(node.allocated)
+            if target is not None:
+                slots = node.stored_slots()
+                self._move(slots, np.arange(target, target + len(slots), dtype=np.int32))
+                outside = np.delete(slots, inside)
+                storage.refill(node, target)
+                storage.retire(outside, storage.launched_step + 1)
+                return len(outside)
+            storage.demote(node, int(inside[0]))
+            inside = _inside(node, start, end)
+        assert node.slots is not None
+        slots = node.slots.copy()
+        slots[inside] = storage.arena.allocate_slots(len(inside))
+        self._move(node.slots[inside], slots[inside])
+        storage.refill(node, slots)
+        return 0
+
+    def _move(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copies between slots, int32 [count] each: one for each run of targets."""
+        self.counters["compacted_tokens"] += len(sources)
+        breaks = np.flatnonzero(np.diff(targets) != 1) + 1
+        for source, target in zip(
+            np.split(sources, breaks), np.split(targets, breaks), strict=True
+        ):
+            self.add(Move(source, int(target[0]), "compaction"))
+
+
+def _inside(node: Node, start: int, end: int) -> np.ndarray:
+    """Indices of a node's tokens that are stored in the slots [start, end)."""
+    slots = node.stored_slots()
+    return np.flatnonzero((slots >= start) & (slots < end))
