@@ -20,6 +20,9 @@ HOT_COST = 2.0  # of moving a slot of an extent, beside 1: it may lose its place
 DEMAND_COST = 4.0  # of evicting a slot that a waiting request wants, beside 1 to 2 for any
 
 
+_FREE, _BUSY = -1, -2  # owners of slots, beside the indices of idle nodes
+
+
 class Compactor:
     """Extents in one arena, and the moves of the next step: at most max_move_tokens of them."""
 
@@ -97,58 +100,63 @@ class Compactor:
         path = set(storage.tree.path(node))
         idle = [n for n in storage.tree.nodes() if n.allocated and n not in path]
         idle = [n for n in idle if storage.is_idle(n)]
-        start = self._choose(idle, length)
+        owners = np.full(storage.arena.num_usable, _BUSY, np.int32)
+        for low, high in storage.arena.free_ranges():
+            owners[low:high] = _FREE
+        for i, other in enumerate(idle):
+            owners[other.stored_slots()] = i
+        start = self._choose(idle, owners, length)
         if start is None:
             return None
         end = start + length
+        inside = [idle[i] for i in np.unique(owners[start:end]) if i != _FREE]
         num_free = storage.arena.take_free(start, end)
         budget = min(self.budget, storage.arena.num_free)
-        staying, num_moved = self._evict_what_does_not_fit(idle, start, end, budget)
-        assert storage.arena.take_free(start, end) == length - num_free - num_moved
+        staying, num_moved = self._evict_what_does_not_fit(inside, start, end, budget)
+        num_free += storage.arena.take_free(start, end)
+        assert num_free + num_moved == length, (num_free, num_moved, length)
         spare = budget - num_moved
         for other in staying:
             spare -= self._move_out(other, start, end, spare)
         return start, num_moved
 
-    def _choose(self, idle: list[Node], length: int) -> int | None:
-        """First slot of the window with the least to move, or else the least to lose."""
-        arena = self.storage.arena
-        cost = np.full(arena.num_usable, np.inf)
-        for first, end in arena.free_ranges():
-            cost[first:end] = 0.0
-        for node in idle:
-            cost[node.stored_slots()] = HOT_COST if node.is_hot else 1.0
-        start = cheapest_window(cost, length)
+    def _choose(self, idle: list[Node], owners: np.ndarray, length: int) -> int | None:
+        """First slot of the window with the least to move, or else the least to lose.
+
+        owners: int32 [num_usable], index of the idle node, or _FREE or _BUSY.
+        """
+        cost_of = np.array([HOT_COST if n.is_hot else 1.0 for n in idle] + [np.inf, 0.0])
+        start = cheapest_window(cost_of[owners], length)
         if start is None:
             return None
-        num_idle = np.count_nonzero(cost[start : start + length])
-        if length <= arena.num_free and num_idle <= self.budget:
+        num_idle = np.count_nonzero(owners[start : start + length] != _FREE)
+        if length <= self.storage.arena.num_free and num_idle <= self.budget:
             return start
         newest = max(n.last_use for n in idle)
         oldest = min(n.last_use for n in idle)
-        for node in idle:  # the newest counts twice the oldest, what somebody waits for 4 more
+        for i, node in enumerate(idle):  # the newest counts twice the oldest, demand 4 more
             age = (node.last_use - oldest) / (newest - oldest) if newest > oldest else 0.0
-            cost[node.stored_slots()] = 1.0 + age + (DEMAND_COST if node.users else 0.0)
-        return cheapest_window(cost, length)
+            cost_of[i] = 1.0 + age + (DEMAND_COST if node.users else 0.0)
+        return cheapest_window(cost_of[owners], length)
 
     def _evict_what_does_not_fit(
-        self, idle: list[Node], start: int, end: int, budget: int
+        self, nodes: list[Node], start: int, end: int, budget: int
     ) -> tuple[list[Node], int]:
         """(nodes that will move out of [start, end), how many of their tokens lie there).
 
-        The newest stay, and what a request waits for; ancestors come before what is below them.
+        The newest stay, and what a request waits for.
         """
-        staying, num_moved = [], 0
-        for node in sorted(idle, key=lambda n: (n.users > 0, n.last_use, -n.start), reverse=True):
+        staying: dict[Node, int] = {}
+        for node in sorted(nodes, key=lambda n: (n.users > 0, n.last_use, -n.start), reverse=True):
             inside = _inside(node, start, end)
             if not len(inside):
-                continue
-            if num_moved + len(inside) <= budget:
-                staying.append(node)
-                num_moved += len(inside)
+                continue  # gone with an ancestor
+            if sum(staying.values()) + len(inside) <= budget:
+                staying[node] = len(inside)
             else:
                 self.storage.evict_from(node, int(inside[0]))
-        return staying, num_moved
+                staying = {n: count for n, count in staying.items() if n.allocated}
+        return list(staying), sum(staying.values())
 
     def _move_out(self, node: Node, start: int, end: int, spare: int) -> int:
         """Plan the copy of a node's slots in [start, end); returns tokens moved beside those.

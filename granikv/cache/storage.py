@@ -43,7 +43,7 @@ class NodeStorage:
         self._retiring: list[tuple[int, np.ndarray]] = []  # (step that may still use them, slots)
         self._num_evictable: int | None = 0  # None: count again
         self._newest_reader_step = -1  # of nodes that nobody locks
-        self._newest_filled_step = -1
+        self._newest_refill_step = -1
         self._victims: list[tuple[bool, float, int, Node]] = []  # heap, see evict
         self._victims_until = 0.0  # the latest use when the heap was made
         self._serial = counter()  # nodes of equal age leave in order of discovery
@@ -137,13 +137,14 @@ class NodeStorage:
         else:
             node.extent = place
         self._fill(node)
+        self._newest_refill_step = node.filled_step
         self.tree.version += 1
         self._num_evictable = None
 
     def _fill(self, node: Node) -> None:
         step = self.launched_step + 1
         node.filled_step = node.reader_step = step
-        self._newest_reader_step = self._newest_filled_step = step
+        self._newest_reader_step = step
 
     def demote(self, node: Node, keep: int) -> None:
         """An idle HOT node stays so for its first `keep` tokens; the rest of it is COLD in place.
@@ -317,7 +318,7 @@ class NodeStorage:
         """Every step up to `step_id` has finished: what they read may be reused."""
         if self._newest_reader_step > self.completed_step:
             self._num_evictable = None  # nodes that only a finished step still read are idle now
-        if self._newest_filled_step > self.completed_step:
+        if self._newest_refill_step > self.completed_step:
             self._victims = []  # its moves left nodes idle that are older than those
         if self.window is not None and self.window.step < step_id:
             self.drop_window()  # a step could have used it
