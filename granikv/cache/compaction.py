@@ -9,14 +9,17 @@ the next step, within its budget; it does not know why a node deserves an extent
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from granikv.cache.prefix_tree import Node
+from granikv.cache.spans_in_use import SlotWrite, SpanInUse
 from granikv.cache.storage import NodeStorage
 from granikv.cache.windows import cheapest_window
 from granikv.core import Move
 
-HOT_COST = 2.0  # of moving a slot of an extent, beside 1: it may lose its place for good
+HOT_COST = 2.0  # of moving a slot of an extent, beside 1: it may be COLD from then on
 DEMAND_COST = 4.0  # of evicting a slot that a waiting request wants, beside 1 to 2 for any
 
 
@@ -26,12 +29,19 @@ _FREE, _BUSY = -1, -2  # owners of slots, beside the indices of idle nodes
 class Compactor:
     """Extents in one arena, and the moves of the next step: at most max_move_tokens of them."""
 
-    def __init__(self, storage: NodeStorage, max_move_tokens: int):
+    def __init__(
+        self,
+        storage: NodeStorage,
+        max_move_tokens: int,
+        find_spans_in_use: Callable[[], list[SpanInUse]],
+    ):
         self.storage = storage
+        self._find_spans_in_use = find_spans_in_use
         self.max_move_tokens = max_move_tokens
         self.budget = max_move_tokens  # tokens that the next step may still move
         self.counters = {"moved_tokens": 0, "compacted_tokens": 0}
         self._moves: list[Move] = []
+        self._slot_writes: list[SlotWrite] = []
 
     def add(self, move: Move) -> None:
         """A copy of the next step."""
@@ -39,11 +49,12 @@ class Compactor:
         self.budget -= move.length
         self.counters["moved_tokens"] += move.length
 
-    def take_moves(self) -> list[Move]:
-        """The next step's copies, whose sources and destinations are disjoint."""
+    def take(self) -> tuple[list[Move], list[SlotWrite]]:
+        """The next step's copies, with disjoint sources and destinations; its request_slots."""
         moves, self._moves = self._moves, []
+        slot_writes, self._slot_writes = self._slot_writes, []
         self.budget = self.max_move_tokens
-        return moves
+        return moves, slot_writes
 
     @property
     def is_clearing(self) -> bool:
@@ -59,7 +70,7 @@ class Compactor:
         """
         start = self.storage.arena.allocate_extent(len(node))
         if start is None:
-            opened = self._open(node)
+            opened = self._open(node, [])
             if opened is None:
                 return None
             start, _ = opened
@@ -77,7 +88,9 @@ class Compactor:
         if start is None:
             start = storage.take_window(node)
         if start is None:
-            opened = None if self.is_clearing else self._open(node)
+            if self.is_clearing:
+                return None
+            opened = self._open(node, self._find_spans_in_use())
             if opened is None:
                 return None
             start, num_moved = opened
@@ -89,10 +102,12 @@ class Compactor:
 
     # --- windows ------------------------------------------------------------------------------
 
-    def _open(self, node: Node) -> tuple[int, int] | None:
-        """Take the cheapest run of free and idle slots that holds the node.
+    def _open(self, node: Node, spans: list[SpanInUse]) -> tuple[int, int] | None:
+        """Take the cheapest run of free and movable slots that holds the node.
 
         (its first slot, tokens that move out of it in the next step); None: there is no such run.
+        spans: steps in flight may read them until the next one has finished; idle nodes nobody
+        reads.
         """
         storage, length = self.storage, len(node)
         if length > storage.arena.num_free + storage.num_evictable():
@@ -100,44 +115,56 @@ class Compactor:
         path = set(storage.tree.path(node))
         idle = [n for n in storage.tree.nodes() if n.allocated and n not in path]
         idle = [n for n in idle if storage.is_idle(n)]
+        spans = [s for s in spans if s.node not in path]
         owners = np.full(storage.arena.num_usable, _BUSY, np.int32)
         for low, high in storage.arena.free_ranges():
             owners[low:high] = _FREE
-        for i, other in enumerate(idle):
-            owners[other.stored_slots()] = i
-        start = self._choose(idle, owners, length)
+        for i, slots in enumerate([n.stored_slots() for n in idle] + [s.slots for s in spans]):
+            owners[slots] = i
+        start = self._choose(idle, spans, owners, length)
         if start is None:
             return None
         end = start + length
-        inside = [idle[i] for i in np.unique(owners[start:end]) if i != _FREE]
+        inside = [i for i in np.unique(owners[start:end]) if i != _FREE]
+        nodes = [idle[i] for i in inside if i < len(idle)]
+        in_use = [spans[i - len(idle)] for i in inside if i >= len(idle)]
         num_free = storage.arena.take_free(start, end)
         budget = min(self.budget, storage.arena.num_free)
-        staying, num_moved = self._evict_what_does_not_fit(inside, start, end, budget)
+        num_moved = sum(self._replace(span, start, end) for span in in_use)
+        budget -= num_moved
+        staying, num_staying = self._evict_what_does_not_fit(nodes, start, end, budget)
         num_free += storage.arena.take_free(start, end)
+        num_moved += num_staying
         assert num_free + num_moved == length, (num_free, num_moved, length)
-        spare = budget - num_moved
+        spare = budget - num_staying
         for other in staying:
             spare -= self._move_out(other, start, end, spare)
         return start, num_moved
 
-    def _choose(self, idle: list[Node], owners: np.ndarray, length: int) -> int | None:
+    def _choose(
+        self, idle: list[Node], spans: list[SpanInUse], owners: np.ndarray, length: int
+    ) -> int | None:
         """First slot of the window with the least to move, or else the least to lose.
 
-        owners: int32 [num_usable], index of the idle node, or _FREE or _BUSY.
+        owners: int32 [num_usable], index of the idle node or of a span behind them, or _FREE or
+        _BUSY. Spans cannot be lost.
         """
-        cost_of = np.array([HOT_COST if n.is_hot else 1.0 for n in idle] + [np.inf, 0.0])
-        start = cheapest_window(cost_of[owners], length)
-        if start is None:
-            return None
-        num_idle = np.count_nonzero(owners[start : start + length] != _FREE)
-        if length <= self.storage.arena.num_free and num_idle <= self.budget:
+        arena = self.storage.arena
+        moving = [HOT_COST if n.is_hot else 1.0 for n in idle]
+        moving += [1.0 + len(span.readers) for span in spans]  # each has its own slot list
+        cost = np.array([*moving, np.inf, 0.0])[owners]
+        start = cheapest_window(cost, length)
+        fits = start is not None and cost[start : start + length].sum() <= self.budget
+        if fits and length <= arena.num_free:
             return start
-        newest = max(n.last_use for n in idle)
-        oldest = min(n.last_use for n in idle)
-        for i, node in enumerate(idle):  # the newest counts twice the oldest, demand 4 more
+        newest = max((n.last_use for n in idle), default=0.0)
+        oldest = min((n.last_use for n in idle), default=0.0)
+        losing = []
+        for node in idle:  # the newest counts twice the oldest, what somebody waits for 4 more
             age = (node.last_use - oldest) / (newest - oldest) if newest > oldest else 0.0
-            cost_of[i] = 1.0 + age + (DEMAND_COST if node.users else 0.0)
-        return cheapest_window(cost_of[owners], length)
+            losing.append(1.0 + age + (DEMAND_COST if node.users else 0.0))
+        losing += [np.inf] * len(spans)
+        return cheapest_window(np.array([*losing, np.inf, 0.0])[owners], length)
 
     def _evict_what_does_not_fit(
         self, nodes: list[Node], start: int, end: int, budget: int
@@ -157,6 +184,14 @@ class Compactor:
                 self.storage.evict_from(node, int(inside[0]))
                 staying = {n: count for n, count in staying.items() if n.allocated}
         return list(staying), sum(staying.values())
+
+    def _replace(self, span: SpanInUse, start: int, end: int) -> int:
+        """Plan the copy of a span's slots in [start, end); returns their number."""
+        inside = np.flatnonzero((span.slots >= start) & (span.slots < end))
+        targets = self.storage.arena.allocate_slots(len(inside))
+        self._move(span.slots[inside], targets)
+        self._slot_writes += span.replace(inside, targets, self.storage.launched_step + 1)
+        return len(inside)
 
     def _move_out(self, node: Node, start: int, end: int, spare: int) -> int:
         """Plan the copy of a node's slots in [start, end); returns tokens moved beside those.

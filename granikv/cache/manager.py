@@ -15,13 +15,11 @@ import numpy as np
 from granikv.cache.compaction import Compactor
 from granikv.cache.policy import HotPolicy
 from granikv.cache.prefix_tree import Node
+from granikv.cache.spans_in_use import SlotWrite, SpanInUse, spans_in_use
 from granikv.cache.storage import NodeStorage
 from granikv.config import EngineConfig
 from granikv.core import Move, Request
 from granikv.errors import ArenaExhausted
-
-# (row, first position, slots), or one row and position per slot
-SlotWrite = tuple[int | np.ndarray, int | np.ndarray, np.ndarray]
 
 
 class Admission(enum.Enum):
@@ -42,7 +40,7 @@ class CacheManager:
         self.page_tokens = config.page_tokens
         self.storage = NodeStorage(config.capacity_tokens, config.page_tokens)
         self.arena, self.tree = self.storage.arena, self.storage.tree
-        self.compactor = Compactor(self.storage, config.max_move_tokens)
+        self.compactor = Compactor(self.storage, config.max_move_tokens, self._spans_in_use)
         self.policy = HotPolicy(config, self.storage, self.compactor)
         self.slot_writes: list[SlotWrite] = []
         self._now = 0.0  # the latest time a caller passed
@@ -250,7 +248,18 @@ class CacheManager:
     def plan_moves(self) -> list[Move]:
         """Copies of the next step, at most max_move_tokens: compaction, then promotions."""
         self.policy.plan_promotions()
-        return self.compactor.take_moves()
+        moves, slot_writes = self.compactor.take()
+        self.slot_writes += slot_writes
+        return moves
+
+    def _spans_in_use(self) -> list[SpanInUse]:
+        """What may move though it is read: not by requests that are admitted or in prefill now.
+
+        Their rows of request_slots are being written by the same step.
+        """
+        written = {row for row, _, _ in self.slot_writes if not isinstance(row, np.ndarray)}
+        running = [r for r in self._paths if r.row is not None and r.row not in written]
+        return spans_in_use([(r, self.path(r)) for r in running], self.storage.completed_step)
 
     # --- release ------------------------------------------------------------------------------
 
@@ -303,7 +312,7 @@ class CacheManager:
             if node.allocated or node.writer is not None or not parent_complete:
                 storage.retire(mine, step)  # stored by another request
             else:
-                storage.adopt(node, mine, self._now)
+                storage.adopt(node, mine, self._now, request.tail_filled_step)
             parent_complete = node.is_complete
         self.tree.prune(end)
 

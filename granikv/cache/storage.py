@@ -106,10 +106,11 @@ class NodeStorage:
         node.slots[node.allocated : upto] = slots
         node.allocated = upto
 
-    def adopt(self, node: Node, slots: np.ndarray, last_use: float) -> None:
+    def adopt(self, node: Node, slots: np.ndarray, last_use: float, filled_step: int) -> None:
         """A node without storage takes over written slots, int32 [len]."""
         node.slots, node.allocated, node.published = slots.copy(), len(slots), len(slots)
         node.last_use, node.reader_step = last_use, self.launched_step
+        node.filled_step = filled_step
         self._newest_reader_step = self.launched_step
         self._num_evictable = None
 
