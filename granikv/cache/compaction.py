@@ -115,7 +115,6 @@ class Compactor:
         path = set(storage.tree.path(node))
         idle = [n for n in storage.tree.nodes() if n.allocated and n not in path]
         idle = [n for n in idle if storage.is_idle(n)]
-        spans = [s for s in spans if s.node not in path]
         owners = np.full(storage.arena.num_usable, _BUSY, np.int32)
         for low, high in storage.arena.free_ranges():
             owners[low:high] = _FREE

@@ -43,6 +43,7 @@ class CacheManager:
         self.compactor = Compactor(self.storage, config.max_move_tokens, self._spans_in_use)
         self.policy = HotPolicy(config, self.storage, self.compactor)
         self.slot_writes: list[SlotWrite] = []
+        self._admitted: dict[Request, int] = {}  # since the last plan: cached tokens
         self._now = 0.0  # the latest time a caller passed
         self._paths: dict[Request, tuple[int, list[Node]]] = {}
 
@@ -129,7 +130,7 @@ class CacheManager:
         self._claim(request, now)
         reusable = min(cached, self.storage.whole_pages(request.num_tokens - 1))
         request.num_computed = request.num_published = reusable
-        self._write_cached_slots(request, cached)
+        self._admitted[request] = cached
         return Admission.ADMITTED
 
     def _claim(self, request: Request, now: float) -> None:
@@ -140,12 +141,6 @@ class CacheManager:
         for node in path:
             node.last_use = now
         self.policy.claim(path, request)
-
-    def _write_cached_slots(self, request: Request, cached: int) -> None:
-        assert request.row is not None
-        for node in self.path(request):
-            if node.slots is not None and node.published and node.start < cached:
-                self.slot_writes.append((request.row, node.start, node.slots[: node.published]))
 
     # --- slots of a step ----------------------------------------------------------------------
 
@@ -253,13 +248,8 @@ class CacheManager:
         return moves
 
     def _spans_in_use(self) -> list[SpanInUse]:
-        """What may move though it is read: not by requests that are admitted or in prefill now.
-
-        Their rows of request_slots are being written by the same step.
-        """
-        written = {row for row, _, _ in self.slot_writes if not isinstance(row, np.ndarray)}
-        running = [r for r in self._paths if r.row is not None and r.row not in written]
-        return spans_in_use([(r, self.path(r)) for r in running], self.storage.completed_step)
+        running = [(r, self.path(r)) for r in self._paths if r.row is not None]
+        return spans_in_use(running, self._admitted, self.storage.completed_step)
 
     # --- release ------------------------------------------------------------------------------
 
@@ -268,6 +258,7 @@ class CacheManager:
         if request.leaf is None:
             return
         path, leaf = self.path(request), request.leaf
+        self._admitted.pop(request, None)
         admitted = request.row is not None
         self._now = max(self._now, request.last_token_time or 0.0)
         for node in path or [leaf]:
@@ -334,7 +325,13 @@ class CacheManager:
         self.storage.forget_moves(step_id)
 
     def take_slot_writes(self) -> list[SlotWrite]:
-        """What the next step records in request_slots."""
+        """What the next step records in request_slots, after its moves were planned."""
+        for request, cached in self._admitted.items():
+            for node in self.path(request):
+                if node.slots is not None and node.published and node.start < cached:
+                    slots = node.slots[: node.published]
+                    self.slot_writes.append((request.row, node.start, slots))  # type: ignore[arg-type]
+        self._admitted = {}
         writes, self.slot_writes = self.slot_writes, []
         return writes
 

@@ -10,7 +10,7 @@ else. What a step in flight or the next one appends to stays where it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,8 @@ SlotWrite = tuple[int | np.ndarray, int | np.ndarray, np.ndarray]
 class SpanInUse:
     """Published COLD slots of a node, or of the tail behind a request's path (node: None).
 
-    position: of the first token. slots: int32 [count]. readers: all running requests that see it.
+    position: of the first token. slots: int32 [count]. readers: running requests
+    whose entries of request_slots name them.
     """
 
     position: int
@@ -51,24 +52,27 @@ class SpanInUse:
 
 
 def spans_in_use(
-    paths: Iterable[tuple[Request, list[Node]]], completed_step: int
+    running: Iterable[tuple[Request, list[Node]]],
+    admitted: Collection[Request],
+    completed_step: int,
 ) -> list[SpanInUse]:
-    """Spans of running requests, given with their paths; not of nodes that others read as well.
+    """Spans of running requests, given with their paths.
 
-    Neither what a move of a step after `completed_step` writes: if that step fails, what it did
-    not write must be known.
+    admitted: those whose slots the next step writes anyway. What a move of a step after
+    `completed_step` writes is left out: if that step fails, what it did not write must be known.
     """
     spans = []
     readers: dict[Node, list[Request]] = {}
-    for request, path in paths:
+    for request, path in running:
         for node in path:
-            readers.setdefault(node, []).append(request)
+            found = readers.setdefault(node, [])
+            if request not in admitted:
+                found.append(request)
         published = min(request.num_published - request.leaf_end, len(request.tail_slots))
         if published > 0 and request.tail_filled_step <= completed_step:
             tail = np.asarray(request.tail_slots[:published], np.int32)
             spans.append(SpanInUse(request.leaf_end, tail, [request]))
     for node, requests in readers.items():
-        movable = node.is_complete and not node.is_hot and node.filled_step <= completed_step
-        if movable and len(requests) == node.locks:
+        if node.is_complete and not node.is_hot and node.filled_step <= completed_step:
             spans.append(SpanInUse(node.start, node.stored_slots(), requests, node))
     return spans
