@@ -1,0 +1,317 @@
+"""Compaction: what lies in an extent's window moves, idle or in use, and nothing of it is lost."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from helpers_shadow import Load
+
+from granikv.bench.cache import LruPages, ReplayConfig, replay
+from granikv.bench.granikv_cache import ManagedCache
+from granikv.bench.workloads import Trace, TraceRequest
+from granikv.cache.arena import TokenArena
+from granikv.cache.compaction import Compactor
+from granikv.cache.manager import Admission, CacheManager
+from granikv.cache.storage import NodeStorage
+from granikv.config import EngineConfig
+from granikv.core import Request, RequestRow
+from granikv.sampling_params import SamplingParams
+
+PREFIX = list(range(1000, 1060))
+LONG = list(range(2000, 2099))
+
+
+def make_cache(**settings):
+    defaults = {"capacity_tokens": 201, "min_extent_tokens": 16, "recency_window_s": 0.0}
+    return CacheManager(EngineConfig(**(defaults | settings)))
+
+
+def new_request(cache, name, tokens, now=0.0, **fields):
+    tokens = np.array(tokens, np.int32)
+    request = Request(name, tokens, SamplingParams(), ("m", "", "", ""), **fields)
+    cache.register(request, now)
+    return request
+
+
+def admit(cache, request, now=0.0, row=0):
+    request.row = RequestRow(row)
+    assert cache.try_admit(request, now, reserve=0) is Admission.ADMITTED
+    return request
+
+
+def compute(cache, request):
+    """Its whole prompt, in one step that ends before the next call."""
+    first = request.num_computed
+    cache.allocate(request, first, request.prompt_len - first)
+    request.num_computed = request.prompt_len
+    cache.publish(request, request.prompt_len)
+    return request
+
+
+def end(cache, request, now=0.0):
+    request.last_token_time = now
+    cache.release(request)
+    request.row = None
+
+
+def step(cache, step_id, *, completed=True):
+    """Moves of a step that is launched, and perhaps ends."""
+    moves = cache.plan_moves()
+    cache.take_slot_writes()
+    cache.step_launched(step_id)
+    if completed:
+        cache.step_completed(step_id)
+    return moves
+
+
+def checkerboard(cache, count, length=20):
+    """Idle nodes of `length` tokens that fill the arena, every other one evicted again."""
+    requests = []
+    for i in range(count):
+        tokens = [10_000 + 100 * i + k for k in range(length)]
+        requests.append(compute(cache, admit(cache, new_request(cache, f"old{i}", tokens, i), i)))
+        end(cache, requests[-1], i)
+    for request in requests[::2]:
+        for node in list(cache.tree.nodes()):
+            if node.tokens[0] == request.prompt_token_ids[0]:
+                cache.storage.evict_from(node, 0)
+    cache.storage.counters["evicted_tokens"] = 0
+    return requests[1::2]
+
+
+def stored_tokens(cache):
+    return {int(t) for node in cache.tree.nodes() for t in node.tokens[: node.published]}
+
+
+def slots_of(moves):
+    sources = [s for m in moves for s in m.src_slots.tolist()]
+    targets = [s for m in moves for s in range(m.dst_start, m.dst_start + m.length)]
+    return sources, targets
+
+
+def test_taking_free_slots_leaves_the_rest_free():
+    arena = TokenArena(101)
+    arena.allocate_slots(10)  # 90 to 99
+    arena.allocate_extent(20)
+    assert arena.take_free(10, 40) == 20 and arena.num_free == 50
+    assert arena.take_free(50, 60) == 10 and arena.free_ranges() == [(40, 50), (60, 90)]
+    assert arena.take_free(20, 40) == 0
+    arena.free_slots(np.arange(50, 60))
+    assert arena.free_ranges() == [(40, 90)]
+
+
+def test_idle_kv_moves_out_of_an_unwritten_extents_window():
+    cache = make_cache()
+    checkerboard(cache, 10)
+    before = stored_tokens(cache)
+    assert max(b - a for a, b in cache.arena.free_ranges()) == 20
+    pair = [new_request(cache, f"r{i}", [*LONG, i], 50.0) for i in range(2)]
+    admit(cache, pair[0], 50.0)
+    window = cache.hot_path(pair[0])[0].extent
+    compute(cache, pair[0])
+    moves = step(cache, 0)
+    sources, targets = slots_of(moves)
+    assert len(sources) == 40 and not set(sources) & set(targets)
+    assert all(window <= s < window + 99 for s in sources)
+    assert not any(window <= s < window + 99 for s in targets)
+    assert before <= stored_tokens(cache) and cache.counters["evicted_tokens"] == 0
+    assert cache.counters["compacted_tokens"] == cache.counters["moved_tokens"] == 40
+    assert {m.reason for m in moves} == {"compaction"}
+    cache.check_conservation([pair[0]])
+
+
+@pytest.mark.parametrize("budget,evicted", [(0, 40), (16, 40), (20, 20), (39, 20), (40, 0)])
+def test_what_exceeds_the_steps_budget_is_evicted_oldest_first(budget, evicted):
+    cache = make_cache(max_move_tokens=budget)
+    checkerboard(cache, 10)
+    pair = [new_request(cache, f"r{i}", [*LONG, i], 50.0) for i in range(2)]
+    admit(cache, pair[0], 50.0)
+    assert cache.counters["extents"] == 1
+    assert sum(m.length for m in step(cache, 0)) == 40 - evicted
+    assert cache.counters["evicted_tokens"] == evicted
+    if evicted == 20:  # of the two in the window (older ones first), the older one is gone
+        kept = sorted({t // 100 - 100 for t in stored_tokens(cache) if t >= 10_000})
+        assert kept == [3, 5, 7, 9]
+    cache.check_conservation([pair[0]])
+
+
+def shared_and_cold(cache):
+    """Two running requests with the same stored prefix, which no free run can hold."""
+    first = compute(cache, admit(cache, new_request(cache, "a", [*PREFIX, 1])))
+    checkerboard(cache, 6)
+    second = compute(cache, admit(cache, new_request(cache, "b", [*PREFIX, 2]), row=1))
+    return first, second
+
+
+def test_a_promotion_waits_until_its_window_is_empty():
+    cache = make_cache()
+    pair = shared_and_cold(cache)
+    kept = stored_tokens(cache)
+    moves = step(cache, 0, completed=False)
+    assert {m.reason for m in moves} == {"compaction"} and cache.storage.window is not None
+    cache.check_conservation(pair)
+    assert step(cache, 1, completed=False) == [], "the step that clears the window still runs"
+    cache.step_completed(0)
+    (promotion,) = step(cache, 2)
+    assert promotion.reason == "promotion" and promotion.length == 60
+    assert set(slots_of(moves)[0]) <= set(slots_of([promotion])[1]), "into the emptied slots"
+    assert cache.storage.window is None and cache.usage(pair)["hot"] == 60
+    assert kept == stored_tokens(cache) and cache.counters["evicted_tokens"] == 0
+    cache.check_conservation(pair)
+
+
+def test_a_kept_window_returns_when_its_users_end_or_a_step_does_not_use_it():
+    cache = make_cache()
+    pair = shared_and_cold(cache)
+    step(cache, 0, completed=False)
+    for request in pair:
+        end(cache, request)
+    assert cache.storage.window is None
+    cache.step_completed(0)
+    assert cache.usage([])["retiring"] == 0
+    cache.check_conservation([])
+
+    cache = make_cache()
+    shared_and_cold(cache)
+    step(cache, 0)
+    cache.step_launched(1)
+    assert cache.storage.window is not None
+    cache.step_completed(1)
+    assert cache.storage.window is None and cache.usage([])["retiring"] == 0
+
+
+def test_slots_of_a_kept_window_serve_before_anybody_is_refused():
+    cache = make_cache()
+    shared_and_cold(cache)
+    step(cache, 0)
+    room = cache.arena.num_free + cache.storage.num_evictable() + cache.storage.window.length
+    late = new_request(cache, "late", range(5000, 5000 + room - 1))
+    admit(cache, late, row=2)
+    assert cache.storage.window is None and cache.counters["evicted_tokens"] > 0
+
+
+@pytest.mark.parametrize("free_end,stays_hot", [(130, 30), (120, 15)])
+def test_an_idle_extent_moves_whole_or_is_cold_from_the_window_on(free_end, stays_hot):
+    """Slots: 30 of an idle extent, 45 free, others taken, a free run from 100 on."""
+    cache = make_cache()
+    first = compute(cache, admit(cache, new_request(cache, "h", PREFIX[:30], shared_prefix_len=30)))
+    end(cache, first)
+    (extent,) = cache.tree.nodes()
+    assert (extent.extent, len(extent)) == (0, 30)
+    assert cache.arena.take_free(75, 100) + cache.arena.take_free(free_end, 200) > 0
+    wanted = admit(cache, new_request(cache, "w", range(60), shared_prefix_len=60))
+    assert cache.hot_path(wanted)[0].extent == 15
+    sources, targets = slots_of(step(cache, 0))
+    if stays_hot == 30:
+        assert sources == list(range(30)) and targets == list(range(100, 130))
+    else:
+        assert sources == list(range(15, 30)) and set(targets) <= set(range(100, 120))
+    assert cache.counters["evicted_tokens"] == 0 and set(PREFIX[:30]) <= stored_tokens(cache)
+    again = admit(cache, new_request(cache, "again", [*PREFIX[:30], 1]), row=1)
+    assert again.num_computed == 30
+    assert sum(len(node) for node in cache.hot_path(again)) == stays_hot
+
+
+def test_a_failed_step_forgets_idle_kv_that_it_was_to_move():
+    cache = make_cache()
+    kept = checkerboard(cache, 10)
+    pair = [new_request(cache, f"r{i}", [*LONG, i], 50.0) for i in range(2)]
+    admit(cache, pair[0], 50.0)
+    sources, _ = slots_of(step(cache, 0, completed=False))
+    late = new_request(cache, "late", [*kept[1].prompt_token_ids[:9], 1])  # splits a moved node
+    cache.step_completed(0)
+    for request in pair:
+        cache.release(request)
+    cache.forget_moves(0)
+    assert len(stored_tokens(cache)) == 5 * 20 - len(sources)
+    assert sum(node.published for node in cache.path(late)) in (0, 9)
+    end(cache, late)
+    cache.check_conservation([])
+
+
+def replay_turns(trace, config):
+    cache = ManagedCache(config)
+    return replay(trace, cache, config).hit_tokens, cache.manager.counters
+
+
+def test_reuse_on_a_fragmented_arena_is_that_of_pages(monkeypatch):
+    """Turns of agents with growing histories: promotions find no free run in a full cache."""
+    generator = np.random.default_rng(0)
+    histories = [list(range(100 * i, 100 * i + 6)) for i in range(12)]
+    requests, block = [], 10_000
+    for turn in range(200):
+        history = histories[int(generator.integers(12))]
+        history += range(block, block + int(generator.integers(1, 4)))
+        block += 10
+        requests.append(TraceRequest(turn * 0.5, 16 * len(history), 40, tuple(history)))
+        if len(history) > 40:
+            del history[6:]
+    trace = Trace("turns", 16, tuple(requests))
+    config = ReplayConfig(capacity_tokens=6001, max_running=4, min_extent_tokens=64)
+    pages = replay(trace, LruPages(config.capacity_tokens - 1), config)
+    moving, counters = replay_turns(trace, config)
+    assert counters["compacted_tokens"] > 0
+
+    choose = Compactor._evict_what_does_not_fit
+    monkeypatch.setattr(
+        Compactor, "_evict_what_does_not_fit", lambda self, *window: choose(self, *window[:3], 0)
+    )
+    evicting, others = replay_turns(trace, config)
+    assert moving >= pages.hit_tokens and moving > evicting
+    assert counters["moved_tokens"] < others["moved_tokens"], "what was evicted is promoted again"
+
+
+def fragmenting_script(generator):
+    """Few prefixes and many suffixes, with outputs of very different lengths, and cancels."""
+    heads = [[4 + i * k % 23 for i in range(int(generator.integers(20, 70)))] for k in range(1, 6)]
+    script = []
+    for _ in range(60):
+        head = heads[int(generator.zipf(1.4)) % 5]
+        cut = len(head) if generator.random() < 0.8 else int(generator.integers(1, len(head)))
+        tail = generator.integers(3, 6, int(generator.integers(1, 30))).tolist()
+        script.append((head[:cut] + tail, int(generator.choice([2, 10, 40])), "", "", 0, 0))
+        script.append(int(generator.integers(1, 6)))
+        if generator.random() < 0.1:
+            script.append(-int(generator.integers(1, 6)))
+    return script
+
+
+def count_calls(monkeypatch, owner, name, seen):
+    original = getattr(owner, name)
+
+    def counted(self, *arguments):
+        seen[name] += 1
+        return original(self, *arguments)
+
+    monkeypatch.setattr(owner, name, counted)
+
+
+@pytest.mark.parametrize("async_depth", [0, 1])
+def test_every_span_holds_the_right_tokens_while_kv_moves(monkeypatch, async_depth):
+    """Conservation and contents after each step; outputs are those of each sequence alone."""
+    seen = Counter()
+    for owner, name in ((Compactor, "_replace"), (Compactor, "_move_out"), (NodeStorage, "demote")):
+        count_calls(monkeypatch, owner, name, seen)
+    for seed in range(16):
+        generator = np.random.default_rng(seed)
+        sizes = {
+            "capacity_tokens": int(generator.choice([260, 300, 400])),
+            "max_num_batched_tokens": int(generator.choice([24, 64])),
+            "max_move_tokens": int(generator.choice([40, 8192])),
+            "min_extent_tokens": 8, "max_requests": 8, "max_seq_len": 160,
+        }  # fmt: skip
+        failing = frozenset(generator.integers(10, 150, 3).tolist()) if seed % 2 else frozenset()
+        late = seed % 4 > 1
+        load = Load(
+            sizes, layout="asymmetric", async_depth=async_depth, is_late=late, failing=failing
+        )
+        load.run(fragmenting_script(generator))
+        seen.update({k: v for k, v in load.engine.stats().items() if v})
+    for name in ("_replace", "_move_out", "compacted_tokens", "failed_steps", "preemptions"):
+        assert seen[name] > 0, (name, seen)
