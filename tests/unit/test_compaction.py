@@ -207,7 +207,10 @@ def test_an_idle_extent_moves_whole_or_is_cold_from_the_window_on(free_end, stay
     assert cache.arena.take_free(75, 100) + cache.arena.take_free(free_end, 200) > 0
     wanted = admit(cache, new_request(cache, "w", range(60), shared_prefix_len=60))
     assert cache.hot_path(wanted)[0].extent == 15
-    sources, targets = slots_of(step(cache, 0))
+    sources, targets = slots_of(step(cache, 0, completed=False))
+    assert not any(cache.arena.is_free(s) for s in range(15)), "still read by the move"
+    cache.step_completed(0)
+    assert cache.arena.is_free(0) == (stays_hot == 30)
     if stays_hot == 30:
         assert sources == list(range(30)) and targets == list(range(100, 130))
     else:
@@ -233,6 +236,61 @@ def test_a_failed_step_forgets_idle_kv_that_it_was_to_move():
     assert sum(node.published for node in cache.path(late)) in (0, 9)
     end(cache, late)
     cache.check_conservation([])
+
+
+def generate(cache, request, count):
+    """Published output tokens behind the prompt."""
+    start = request.prompt_len
+    cache.allocate(request, start, count)
+    request.output_token_ids = list(range(7000, 7000 + count))
+    request.num_computed = start + count
+    cache.publish(request, start + count)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_tail_in_use_moves_with_its_slot_list_and_is_forgotten_with_the_step(fails):
+    """Free: 50 slots, ten that are taken, 37; the prefix of 60 needs the tail's place."""
+    cache = make_cache()
+    pair = [compute(cache, admit(cache, new_request(cache, "a", [*PREFIX, 1])))]
+    pair.append(compute(cache, admit(cache, new_request(cache, "b", [*PREFIX, 2]), row=1)))
+    tail = compute(cache, admit(cache, new_request(cache, "t", [3]), row=2))
+    generate(cache, tail, 40)
+    cache.take_slot_writes()
+    before = list(tail.tail_slots)
+    assert cache.arena.take_free(50, 60) == 10
+    sources, targets = slots_of(cache.plan_moves())
+    assert set(sources) & set(before) and not set(targets) & set(before)
+    writes = cache.take_slot_writes()
+    assert {int(s) for _, _, slots in writes for s in slots} == set(targets)
+    for row, positions, slots in writes:
+        if row == tail.row and positions[0]:  # behind the prompt of one token
+            assert [tail.tail_slots[p - 1] for p in positions] == slots.tolist()
+    cache.step_launched(0)
+    assert all(span.readers != [tail] or span.node for span in cache._spans_in_use()), "not twice"
+    end(cache, tail)  # cancelled while it is being moved
+    cache.step_completed(0)
+    for request in pair:
+        end(cache, request)
+    if fails:
+        cache.forget_moves(0)
+    assert (7000 in stored_tokens(cache)) != fails
+    assert cache.usage([])["retiring"] == 0
+
+
+def test_kv_that_is_being_moved_is_promoted_after_that():
+    cache = make_cache(capacity_tokens=241)
+    checkerboard(cache, 10)
+    writer = new_request(cache, "w", [*LONG, 1], 50.0, shared_prefix_len=99)
+    admit(cache, writer, 50.0)
+    targets = slots_of(step(cache, 0, completed=False))[1]
+    moved = [n for n in cache.tree.nodes() if set(n.stored_slots()) & set(targets)]
+    assert moved and cache.arena.num_free >= 20
+    for i in range(2):
+        new_request(cache, f"u{i}", [*moved[0].tokens, i], 60.0)
+    assert step(cache, 1, completed=False) == []
+    cache.step_completed(1)
+    (promotion,) = step(cache, 2)
+    assert promotion.reason == "promotion" and promotion.length == 20
 
 
 def replay_turns(trace, config):
