@@ -58,8 +58,8 @@ class Compactor:
 
     @property
     def is_clearing(self) -> bool:
-        """A copy into an extent must wait: for its window, or for the moves planned already."""
-        return bool(self._moves) or self.storage.window is not None
+        """A window is kept for a copy: another one must wait for it."""
+        return self.storage.window is not None
 
     # --- extents ------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from granikv.bench.workloads import Trace, TraceRequest
 from granikv.cache.arena import TokenArena
 from granikv.cache.compaction import Compactor
 from granikv.cache.manager import Admission, CacheManager
+from granikv.cache.spans_in_use import spans_in_use
 from granikv.cache.storage import NodeStorage
 from granikv.config import EngineConfig
 from granikv.core import Request, RequestRow
@@ -221,6 +222,42 @@ def test_an_idle_extent_moves_whole_or_is_cold_from_the_window_on(free_end, stay
     assert sum(len(node) for node in cache.hot_path(again)) == stays_hot
 
 
+def test_an_extent_does_not_take_the_slots_that_others_move_to():
+    """As above with a free run of 30 and, in the window, 10 idle slots behind the extent's."""
+    cache = make_cache()
+    first = compute(cache, admit(cache, new_request(cache, "h", PREFIX[:30], shared_prefix_len=30)))
+    end(cache, first)
+    assert cache.arena.take_free(40, 200) == 160
+    end(cache, compute(cache, admit(cache, new_request(cache, "c", range(500, 510)))))
+    cache.arena.free_extent(40, 35)
+    cache.arena.free_extent(100, 30)
+    wanted = admit(cache, new_request(cache, "w", range(60), shared_prefix_len=60))
+    assert cache.hot_path(wanted)[0].extent == 15
+    sources, _ = slots_of(step(cache, 0))
+    assert sorted(sources) == list(range(15, 40))
+    assert {*PREFIX[:30], *range(500, 510)} <= stored_tokens(cache)
+
+
+def test_moved_kv_keeps_its_place_in_the_order_of_eviction():
+    cache = make_cache()
+    checkerboard(cache, 10)
+    cache.evict(1)  # of old1, the oldest; victims are found once for several calls
+    writer = new_request(cache, "w", [*LONG, 1], 50.0, shared_prefix_len=99)
+    admit(cache, writer, 50.0)
+    assert step(cache, 0, completed=False)
+    cache.evict(1)  # what moves cannot leave now
+    cache.step_completed(0)
+    order = []
+    while len(order) < 5:
+        known = {t // 100 - 100 for t in stored_tokens(cache) if t >= 10_000}
+        if not known:
+            break
+        cache.evict(1)
+        left = {t // 100 - 100 for t in stored_tokens(cache) if t >= 10_000}
+        order += sorted(known - left)
+    assert order == sorted(order) and len(order) >= 4, order
+
+
 def test_a_failed_step_forgets_idle_kv_that_it_was_to_move():
     cache = make_cache()
     kept = checkerboard(cache, 10)
@@ -266,7 +303,8 @@ def test_a_tail_in_use_moves_with_its_slot_list_and_is_forgotten_with_the_step(f
         if row == tail.row and positions[0]:  # behind the prompt of one token
             assert [tail.tail_slots[p - 1] for p in positions] == slots.tolist()
     cache.step_launched(0)
-    assert all(span.readers != [tail] or span.node for span in cache._spans_in_use()), "not twice"
+    spans = cache._spans_in_use()
+    assert not any(set(span.slots.tolist()) & set(targets) for span in spans), "not twice"
     end(cache, tail)  # cancelled while it is being moved
     cache.step_completed(0)
     for request in pair:
@@ -275,6 +313,22 @@ def test_a_tail_in_use_moves_with_its_slot_list_and_is_forgotten_with_the_step(f
         cache.forget_moves(0)
     assert (7000 in stored_tokens(cache)) != fails
     assert cache.usage([])["retiring"] == 0
+
+
+def test_spans_in_use_are_of_settled_kv_and_name_who_must_be_told():
+    cache = make_cache()
+    pair = [compute(cache, admit(cache, new_request(cache, "a", [*PREFIX, 1])))]
+    pair.append(compute(cache, admit(cache, new_request(cache, "b", [*PREFIX, 2]), row=1)))
+    (shared,) = (span for span in cache._spans_in_use() if len(span.slots) == 60)
+    assert shared.readers == [], "the next step writes the slots of both anyway"
+    cache.take_slot_writes()
+    (shared,) = (span for span in cache._spans_in_use() if len(span.slots) == 60)
+    assert shared.readers == pair and shared.position == 0
+    assert shared.node is not None
+    for filled_step, count in ((5, 0), (4, 1)):
+        shared.node.filled_step = filled_step
+        spans = spans_in_use([(r, cache.path(r)) for r in pair], {}, completed_step=4)
+        assert sum(len(span.slots) == 60 for span in spans) == count
 
 
 def test_kv_that_is_being_moved_is_promoted_after_that():
