@@ -33,7 +33,8 @@ def apply_moves(plan: StepPlan, arenas: Sequence[torch.Tensor]) -> None:
         return
     targets = [np.arange(move.dst_start, move.dst_start + move.length) for move in plan.moves]
     device = arenas[0].device
-    source = torch.from_numpy(np.concatenate([m.src_slots for m in plan.moves])).to(device)
+    sources = np.concatenate([move.src_slots for move in plan.moves]).astype(np.int64)
+    source = torch.from_numpy(sources).to(device)
     target = torch.from_numpy(np.concatenate(targets)).to(device)
     for arena in arenas:
         for layer in arena:
