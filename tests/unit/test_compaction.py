@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers_shadow import Load
 
+from granikv import plan_log
 from granikv.bench.cache import LruPages, ReplayConfig, replay
 from granikv.bench.granikv_cache import ManagedCache
 from granikv.bench.workloads import Trace, TraceRequest
@@ -21,7 +22,7 @@ from granikv.cache.manager import Admission, CacheManager
 from granikv.cache.spans_in_use import spans_in_use
 from granikv.cache.storage import NodeStorage
 from granikv.config import EngineConfig
-from granikv.core import Request, RequestRow
+from granikv.core import Move, Request, RequestRow
 from granikv.sampling_params import SamplingParams
 
 PREFIX = list(range(1000, 1060))
@@ -427,3 +428,19 @@ def test_every_span_holds_the_right_tokens_while_kv_moves(monkeypatch, async_dep
         seen.update({k: v for k, v in load.engine.stats().items() if v})
     for name in ("_replace", "_move_out", "compacted_tokens", "failed_steps", "preemptions"):
         assert seen[name] > 0, (name, seen)
+
+
+def test_the_plan_log_names_what_moves_and_why():
+    load = Load(
+        {"capacity_tokens": 200, "max_requests": 2}, layout="asymmetric", async_depth=0,
+        is_late=False, failing=frozenset(),
+    )  # fmt: skip
+    plans, launch = [], load.executor.launch
+    load.executor.launch = lambda plan: plans.append(plan) or launch(plan)
+    load.run([([5, 6, 7], 1, "", "", 0, 0), 2])
+    slots = np.arange(3, dtype=np.int32)
+    plans[0].moves = [Move(slots, 10, "compaction"), Move(slots, 20, "compaction"), Move(slots, 30)]
+    assert plan_log.lines(plans[0])[-2:] == [
+        "step 0: move: 6 tokens to 2 places (compaction)",
+        "step 0: move: 3 tokens to 1 places (promotion)",
+    ]
