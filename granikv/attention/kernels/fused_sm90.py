@@ -131,6 +131,23 @@ def _softmax(scores, n0, seen_len, m, total, scale_log2, BLOCK_N: gl.constexpr, 
 
 
 @gluon.jit
+def _pin(total):
+    """total, which is never negative; all that it is made of is computed before what follows.
+
+    Without it ptxas moves the wait for a product before the softmax that is to run beside it.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred less; .reg .b32 ns; setp.lt.f32 less, $1, 0f00000000;"
+        " selp.b32 ns, 1, 0, less; @less nanosleep.u32 ns; mov.f32 $0, $1; }",
+        "=f,f",
+        [total],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _hot_step(
     q_smem,
     ring,
@@ -168,7 +185,7 @@ def _hot_step(
     wide_p, alpha, m, total = _softmax(
         scores, n0, seen_len, m, total, scale_log2, BLOCK_N, MASKED
     )
-    # what is named here is computed before the wait, beside the product
+    total = _pin(total)
     acc, p, wide_p, total = warpgroup_mma_wait(0, deps=[acc_next, p, wide_p, total])
     mbarrier.arrive(empty.index(v_slot), count=1)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
