@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -339,20 +339,20 @@ def _cold_fields(
 
 
 @gluon.jit
-def _cold_lines(block, n, keys, run, head, slots_ptr, HKV: gl.constexpr):
-    """Where the keys of a block lie, in heads from the arena's start: int32 [64].
-
-    Beyond the end it is the last key, which is masked.
-    """
-    at = gl.maximum(gl.minimum(block * 64 + n, keys - 1), 0)
-    return gl.load(slots_ptr + at, mask=(run < 0) & (at >= 0), other=run + at) * HKV + head
+def _cold_slots(block, n, keys, run, slots_ptr, BLOCK_N: gl.constexpr):
+    """Arena slots int32 [N] of a block; beyond the end that of the last key."""
+    at = gl.maximum(gl.minimum(block * BLOCK_N + n, keys - 1), 0)
+    return gl.load(slots_ptr + at, mask=(run < 0) & (at >= 0), other=run + at)
 
 
 @gluon.jit
-def _cold_copy(lines, d, ptr, smem, D: gl.constexpr):
-    async_copy.async_copy_global_to_shared(
-        smem, ptr + (lines.to(gl.int64) * D)[:, None] + d[None, :]
-    )
+def _cold_copy(
+    slots, head, buffer, k_smem, v_smem, k_ptr, v_ptr, d, HKV: gl.constexpr, D: gl.constexpr
+):
+    at = (slots.to(gl.int64) * (HKV * D) + head * D)[:, None] + d[None, :]
+    async_copy.async_copy_global_to_shared(k_smem.index(buffer), k_ptr + at)
+    async_copy.async_copy_global_to_shared(v_smem.index(buffer), v_ptr + at)
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -360,10 +360,8 @@ def _cold_partition(
     q_ptr,
     k_ptr,
     v_ptr,
-    k_ring,  # [3, 64, D]
-    v_ring,  # [2, 64, D]
-    q_smem,  # [GROUP, D]
-    p_smem,  # [GROUP, 64]
+    k_smem,  # [STAGES, BLOCK_N, D]
+    v_smem,
     o_ptr,
     lse_ptr,
     cold_items_ptr,
@@ -372,114 +370,89 @@ def _cold_partition(
     request_slots_ptr,
     counter_ptr,
     num_cold,
+    num_takers,
     q_stride,
     slots_stride,
     scale_log2,
     G: gl.constexpr,
     HKV: gl.constexpr,
     D: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Copies of block i: K two blocks ahead, V one."""
-    GROUP: gl.constexpr = q_smem.shape[0]
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GROUP, 16])
-    n = gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
+    GROUP: gl.constexpr = 8 if G <= 8 else 16
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, COPY))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, COPY))
-    q_g = gl.arange(0, GROUP, layout=gl.SliceLayout(1, Q_LAYOUT))
-    q_d = gl.arange(0, D, layout=gl.SliceLayout(0, Q_LAYOUT))
-    key = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
+    key = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, MMA))
+    q_d = gl.arange(0, D, layout=gl.SliceLayout(1, RIGHT))
+    q_g = gl.arange(0, GROUP, layout=gl.SliceLayout(0, RIGHT))
     o_d = gl.arange(0, D, layout=gl.SliceLayout(1, MMA))
     o_g = gl.arange(0, GROUP, layout=gl.SliceLayout(0, MMA))
-    q_mask = (q_g < G)[:, None]
-    q_offsets = q_g[:, None] * D + q_d[None, :]
-    no_scores = gl.zeros([64, GROUP], gl.float32, layout=MMA)
-    num_takers = gl.num_programs(0)
+    no_scores = gl.zeros([BLOCK_N, GROUP], gl.float32, layout=MMA)
     _wait_for_previous(PDL)
     work = _take(counter_ptr, num_cold, num_takers)
     row, partial, keys, run, offset = _cold_fields(
         work, num_cold, cold_items_ptr, row_position_ptr, row_request_ptr, slots_stride, HKV
     )
-    head = work % HKV
     slots_ptr = request_slots_ptr + offset
-    q = gl.load(
-        q_ptr + row.to(gl.int64) * q_stride + head * (G * D) + q_offsets, mask=q_mask, other=0.0
-    )
-    v_lines = _cold_lines(0, n, keys, run, head, slots_ptr, HKV)
-    _cold_copy(v_lines, d, k_ptr, k_ring.index(0), D)
-    async_copy.commit_group()
-    k_lines = _cold_lines(1, n, keys, run, head, slots_ptr, HKV)
-    _cold_copy(v_lines, d, v_ptr, v_ring.index(0), D)
-    _cold_copy(k_lines, d, k_ptr, k_ring.index(1), D)
-    async_copy.commit_group()
-    v_lines = k_lines
-    k_lines = _cold_lines(2, n, keys, run, head, slots_ptr, HKV)
-    k_slot = gl.to_tensor(0)
-    v_slot = gl.to_tensor(0)
+    for block in gl.static_range(STAGES - 1):
+        slots = _cold_slots(block, n, keys, run, slots_ptr, BLOCK_N)
+        _cold_copy(slots, work % HKV, block, k_smem, v_smem, k_ptr, v_ptr, d, HKV, D)
+    slots = _cold_slots(STAGES - 1, n, keys, run, slots_ptr, BLOCK_N)
+    ahead_head = work % HKV
+    buffer = gl.to_tensor(0)
     while work < num_cold:
-        # At least three blocks: the next item's first ones are asked for during this one's last.
-        blocks = gl.maximum((keys + 63) // 64, 3)
+        # At least STAGES blocks: the next item's first ones are asked for during this one's last.
+        blocks = gl.maximum((keys + BLOCK_N - 1) // BLOCK_N, STAGES)
         next_work = _take(counter_ptr, num_cold, num_takers)
         next_row, next_partial, next_keys, next_run, next_offset = _cold_fields(
             next_work, num_cold, cold_items_ptr, row_position_ptr, row_request_ptr,
             slots_stride, HKV,
         )  # fmt: skip
-        next_head = next_work % HKV
         next_slots_ptr = request_slots_ptr + next_offset
-        q_smem.store(q)
-        q = gl.load(
-            q_ptr + next_row.to(gl.int64) * q_stride + next_head * (G * D) + q_offsets,
-            mask=q_mask,
-            other=0.0,
-        )
+        head = work % HKV
+        next_head = next_work % HKV
+        q_at = row.to(gl.int64) * q_stride + head * (G * D) + q_g[None, :] * D + q_d[:, None]
+        q = gl.load(q_ptr + q_at, mask=q_g[None, :] < G, other=0.0)
         m = gl.full([GROUP], float("-inf"), gl.float32, layout=gl.SliceLayout(0, MMA))
-        totals = gl.zeros([64, GROUP], gl.float32, layout=MMA)
+        totals = gl.zeros([BLOCK_N, GROUP], gl.float32, layout=MMA)
         acc = gl.zeros([D, GROUP], gl.float32, layout=MMA)
         for i in range(0, blocks):
-            gl.thread_barrier()
-            k_ahead = gl.where(k_slot == 0, 2, k_slot - 1)
-            _cold_copy(k_lines, d, k_ptr, k_ring.index(k_ahead), D)
-            _cold_copy(v_lines, d, v_ptr, v_ring.index(1 - v_slot), D)
-            async_copy.commit_group()
-            v_lines = k_lines
-            ahead = i + 3
+            last = buffer + (STAGES - 1)
+            last = gl.where(last >= STAGES, last - STAGES, last)
+            _cold_copy(slots, ahead_head, last, k_smem, v_smem, k_ptr, v_ptr, d, HKV, D)
+            # no branch: the load would be waited for where it ends
+            ahead = i + STAGES
             now = ahead < blocks
-            k_lines = _cold_lines(
+            slots = _cold_slots(
                 gl.where(now, ahead, ahead - blocks),
                 n,
                 gl.where(now, keys, next_keys),
                 gl.where(now, run, next_run),
-                gl.where(now, head, next_head),
                 gl.where(now, slots_ptr, next_slots_ptr),
-                HKV,
+                BLOCK_N,
             )
-            async_copy.wait_group(2)
-            fence_async_shared()
-            gl.thread_barrier()
-            scores = warpgroup_mma(
-                k_ring.index(k_slot), q_smem.permute((1, 0)), no_scores,
-                use_acc=False, is_async=True,
-            )  # fmt: skip
-            scores = warpgroup_mma_wait(0, deps=[scores]) * scale_log2
-            scores = gl.where((i * 64 + key < keys)[:, None], scores, float("-inf"))
+            ahead_head = gl.where(now, head, next_head)
+            async_copy.wait_group(STAGES - 1)
+            k = k_smem.index(buffer).load(LEFT)
+            scores = mma_v2(k, q, no_scores) * scale_log2
+            scores = gl.where((i * BLOCK_N + key < keys)[:, None], scores, float("-inf"))
             m_new = gl.maximum(m, gl.max(scores, 0))
             base = gl.where(m_new == float("-inf"), 0.0, m_new)
             p = gl.exp2(scores - base[None, :])
             alpha = gl.exp2(m - base)
-            m = m_new
             totals = totals * alpha[None, :] + p
-            p_smem.permute((1, 0)).store(p.to(q_smem.dtype))
-            async_copy.wait_group(1)
-            fence_async_shared()
-            gl.thread_barrier()
-            acc = warpgroup_mma(
-                v_ring.index(v_slot).permute((1, 0)), p_smem.permute((1, 0)),
-                acc * alpha[None, :], is_async=True,
-            )  # fmt: skip
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            k_slot = gl.where(k_slot == 2, 0, k_slot + 1)
-            v_slot = 1 - v_slot
+            v = v_smem.index(buffer).permute((1, 0)).load(LEFT)
+            acc = mma_v2(
+                v, gl.convert_layout(p.to(v.dtype), RIGHT), acc * alpha[None, :]
+            )
+            m = m_new
+            buffer = gl.where(buffer == STAGES - 1, 0, buffer + 1)
         total = gl.sum(totals, 0)
         some = gl.where(total == 0.0, 1.0, total)
         to = partial * (HKV * G) + head * G + o_g
@@ -490,10 +463,10 @@ def _cold_partition(
             o_ptr + to.to(gl.int64)[None, :] * D + o_d[:, None], o, mask=(o_g < G)[None, :]
         )
         work = next_work
+        row = next_row
         partial = next_partial
         keys = next_keys
         run = next_run
-        head = next_head
         slots_ptr = next_slots_ptr
     async_copy.wait_group(0)
 
@@ -523,12 +496,15 @@ def fused_kernel(
     D: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
+    COLD_N: gl.constexpr,
+    COLD_STAGES: gl.constexpr,
     HOT_REGISTERS: gl.constexpr,
     COLD_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     _start_dependents(PDL)
     dtype: gl.constexpr = k_desc.dtype
+    COLD_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     q_smem = gl.allocate_shared_memory(dtype, [2, 64, D], k_desc.layout)
     ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -539,11 +515,13 @@ def fused_kernel(
     fence_async_shared()
     num_hot = gl.load(counts_ptr + _NUM_HOT) * HKV
     num_cold = gl.load(counts_ptr + _NUM_COLD) * HKV
-    GROUP: gl.constexpr = 8 if G <= 8 else 16
-    k_ring = gl.allocate_shared_memory(dtype, [3, 64, D], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(dtype, [2, 64, D], k_desc.layout)
-    cold_q = gl.allocate_shared_memory(dtype, [GROUP, D], k_desc.layout)
-    cold_p = gl.allocate_shared_memory(dtype, [GROUP, 64], k_desc.layout)
+    num_takers = gl.num_programs(0) * 3
+    k0 = gl.allocate_shared_memory(dtype, [COLD_STAGES, COLD_N, D], COLD_LAYOUT)
+    v0 = gl.allocate_shared_memory(dtype, [COLD_STAGES, COLD_N, D], COLD_LAYOUT)
+    k1 = gl.allocate_shared_memory(dtype, [COLD_STAGES, COLD_N, D], COLD_LAYOUT)
+    v1 = gl.allocate_shared_memory(dtype, [COLD_STAGES, COLD_N, D], COLD_LAYOUT)
+    k2 = gl.allocate_shared_memory(dtype, [COLD_STAGES, COLD_N, D], COLD_LAYOUT)
+    v2 = gl.allocate_shared_memory(dtype, [COLD_STAGES, COLD_N, D], COLD_LAYOUT)
     gl.warp_specialize(
         [
             (
@@ -572,12 +550,31 @@ def fused_kernel(
             (
                 _cold_partition,
                 (
-                    q_ptr, k_ptr, v_ptr, k_ring, v_ring, cold_q, cold_p, o_ptr, lse_ptr,
-                    cold_items_ptr, row_position_ptr, row_request_ptr, request_slots_ptr,
-                    counter_ptr, num_cold, q_stride, slots_stride, scale_log2, G, HKV, D, PDL,
+                    q_ptr, k_ptr, v_ptr, k0, v0, o_ptr, lse_ptr, cold_items_ptr,
+                    row_position_ptr, row_request_ptr, request_slots_ptr, counter_ptr,
+                    num_cold, num_takers, q_stride, slots_stride, scale_log2,
+                    G, HKV, D, COLD_N, COLD_STAGES, PDL,
+                ),
+            ),
+            (
+                _cold_partition,
+                (
+                    q_ptr, k_ptr, v_ptr, k1, v1, o_ptr, lse_ptr, cold_items_ptr,
+                    row_position_ptr, row_request_ptr, request_slots_ptr, counter_ptr,
+                    num_cold, num_takers, q_stride, slots_stride, scale_log2,
+                    G, HKV, D, COLD_N, COLD_STAGES, PDL,
+                ),
+            ),
+            (
+                _cold_partition,
+                (
+                    q_ptr, k_ptr, v_ptr, k2, v2, o_ptr, lse_ptr, cold_items_ptr,
+                    row_position_ptr, row_request_ptr, request_slots_ptr, counter_ptr,
+                    num_cold, num_takers, q_stride, slots_stride, scale_log2,
+                    G, HKV, D, COLD_N, COLD_STAGES, PDL,
                 ),
             ),
         ],
-        [4, 1, 4],
-        [HOT_REGISTERS, 24, COLD_REGISTERS],
+        [4, 1, 1, 1, 1],
+        [HOT_REGISTERS, COLD_REGISTERS, COLD_REGISTERS, COLD_REGISTERS, COLD_REGISTERS],
     )  # fmt: skip
