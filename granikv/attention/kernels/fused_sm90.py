@@ -113,20 +113,43 @@ def _copy_partition(
 
 
 @gluon.jit
+def _halves(x):
+    """[M, N] -> its left and right half [M, N / 2]."""
+    return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def _row_max(x, LAYOUT: gl.constexpr):
+    """max over axis 1, halves first: a plain reduction is one chain of dependent steps."""
+    a, b = _halves(x)
+    a, b = _halves(gl.maximum(a, b))
+    return gl.convert_layout(gl.max(gl.maximum(a, b), 1), LAYOUT)
+
+
+@gluon.jit
+def _row_sum(x, LAYOUT: gl.constexpr):
+    """The same for the sum."""
+    a, b = _halves(x)
+    a, b = _halves(a + b)
+    return gl.convert_layout(gl.sum(a + b, 1), LAYOUT)
+
+
+@gluon.jit
 def _softmax(scores, n0, seen_len, m, total, scale_log2, BLOCK_N: gl.constexpr, MASKED: gl.constexpr):
     """Scores [64, N] of the keys from n0 on -> p, alpha, m, total."""
     if MASKED:
         LAYOUT: gl.constexpr = scores.type.layout
         n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
         scores = gl.where(n[None, :] < seen_len[:, None], scores, float("-inf"))
-    m_new = gl.maximum(m, gl.max(scores, 1) * scale_log2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
+    m_new = gl.maximum(m, _row_max(scores, ROWS) * scale_log2)
     base = m_new
     if MASKED:
         # a row that has seen nothing yet keeps m = -inf; -inf - -inf would be NaN
         base = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(scores * scale_log2 - base[:, None])
     alpha = gl.exp2(m - base)
-    total = total * alpha + gl.sum(p, 1)
+    total = total * alpha + _row_sum(p, ROWS)
     return p, alpha, m_new, total
 
 
@@ -186,7 +209,7 @@ def _hot_step(
         scores, n0, seen_len, m, total, scale_log2, BLOCK_N, MASKED
     )
     total = _pin(total)
-    acc, p, wide_p, total = warpgroup_mma_wait(0, deps=[acc_next, p, wide_p, total])
+    acc, wide_p, total = warpgroup_mma_wait(0, deps=[acc_next, wide_p, total])
     mbarrier.arrive(empty.index(v_slot), count=1)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
     p = gl.convert_layout(wide_p.to(q_smem.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
@@ -283,7 +306,7 @@ def _hot_partition(
         slot = entry % STAGES
         mbarrier.wait(full.index(slot), (entry // STAGES) & 1)
         acc_next = warpgroup_mma(p, ring.index(slot), acc, is_async=True)
-        acc, p = warpgroup_mma_wait(0, deps=[acc_next, p])
+        acc = warpgroup_mma_wait(0, deps=[acc_next])
         mbarrier.arrive(empty.index(slot), count=1)
         entry += 1
 
@@ -347,8 +370,11 @@ def _cold_slots(block, n, keys, run, slots_ptr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _cold_copy(
-    slots, head, buffer, k_smem, v_smem, k_ptr, v_ptr, d, HKV: gl.constexpr, D: gl.constexpr
-):
+    slots, head, buffer, k_smem, v_smem, k_ptr, v_ptr, COPY: gl.constexpr,
+    HKV: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    slots = gl.convert_layout(slots, gl.SliceLayout(1, COPY))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, COPY))
     at = (slots.to(gl.int64) * (HKV * D) + head * D)[:, None] + d[None, :]
     async_copy.async_copy_global_to_shared(k_smem.index(buffer), k_ptr + at)
     async_copy.async_copy_global_to_shared(v_smem.index(buffer), v_ptr + at)
@@ -386,8 +412,7 @@ def _cold_partition(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, COPY))
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, COPY))
+    n = gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [1], [0]))
     key = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, MMA))
     q_d = gl.arange(0, D, layout=gl.SliceLayout(1, RIGHT))
     q_g = gl.arange(0, GROUP, layout=gl.SliceLayout(0, RIGHT))
@@ -402,13 +427,15 @@ def _cold_partition(
     slots_ptr = request_slots_ptr + offset
     for block in gl.static_range(STAGES - 1):
         slots = _cold_slots(block, n, keys, run, slots_ptr, BLOCK_N)
-        _cold_copy(slots, work % HKV, block, k_smem, v_smem, k_ptr, v_ptr, d, HKV, D)
+        _cold_copy(slots, work % HKV, block, k_smem, v_smem, k_ptr, v_ptr, COPY, HKV, D)
     slots = _cold_slots(STAGES - 1, n, keys, run, slots_ptr, BLOCK_N)
+    later_slots = _cold_slots(STAGES, n, keys, run, slots_ptr, BLOCK_N)
     ahead_head = work % HKV
+    later_head = ahead_head
     buffer = gl.to_tensor(0)
     while work < num_cold:
-        # At least STAGES blocks: the next item's first ones are asked for during this one's last.
-        blocks = gl.maximum((keys + BLOCK_N - 1) // BLOCK_N, STAGES)
+        # At least STAGES + 1 blocks: the next item's first ones are asked for during this one's last.
+        blocks = gl.maximum((keys + BLOCK_N - 1) // BLOCK_N, STAGES + 1)
         next_work = _take(counter_ptr, num_cold, num_takers)
         next_row, next_partial, next_keys, next_run, next_offset = _cold_fields(
             next_work, num_cold, cold_items_ptr, row_position_ptr, row_request_ptr,
@@ -425,11 +452,13 @@ def _cold_partition(
         for i in range(0, blocks):
             last = buffer + (STAGES - 1)
             last = gl.where(last >= STAGES, last - STAGES, last)
-            _cold_copy(slots, ahead_head, last, k_smem, v_smem, k_ptr, v_ptr, d, HKV, D)
+            _cold_copy(slots, ahead_head, last, k_smem, v_smem, k_ptr, v_ptr, COPY, HKV, D)
             # no branch: the load would be waited for where it ends
-            ahead = i + STAGES
+            ahead = i + STAGES + 1
             now = ahead < blocks
-            slots = _cold_slots(
+            slots = later_slots
+            ahead_head = later_head
+            later_slots = _cold_slots(
                 gl.where(now, ahead, ahead - blocks),
                 n,
                 gl.where(now, keys, next_keys),
@@ -437,7 +466,7 @@ def _cold_partition(
                 gl.where(now, slots_ptr, next_slots_ptr),
                 BLOCK_N,
             )
-            ahead_head = gl.where(now, head, next_head)
+            later_head = gl.where(now, head, next_head)
             async_copy.wait_group(STAGES - 1)
             k = k_smem.index(buffer).load(LEFT)
             scores = mma_v2(k, q, no_scores) * scale_log2
