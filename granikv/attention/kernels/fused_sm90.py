@@ -369,15 +369,12 @@ def _cold_slots(block, n, keys, run, slots_ptr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _cold_copy(
-    slots, head, buffer, k_smem, v_smem, k_ptr, v_ptr, COPY: gl.constexpr,
-    HKV: gl.constexpr, D: gl.constexpr,
-):  # fmt: skip
+def _cold_copy(slots, head, smem, ptr, COPY: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr):
+    """Ask for the heads [N, D] of the slots; one group."""
     slots = gl.convert_layout(slots, gl.SliceLayout(1, COPY))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, COPY))
     at = (slots.to(gl.int64) * (HKV * D) + head * D)[:, None] + d[None, :]
-    async_copy.async_copy_global_to_shared(k_smem.index(buffer), k_ptr + at)
-    async_copy.async_copy_global_to_shared(v_smem.index(buffer), v_ptr + at)
+    async_copy.async_copy_global_to_shared(smem, ptr + at)
     async_copy.commit_group()
 
 
@@ -386,8 +383,8 @@ def _cold_partition(
     q_ptr,
     k_ptr,
     v_ptr,
-    k_smem,  # [STAGES, BLOCK_N, D]
-    v_smem,
+    k_smem,  # [2, BLOCK_N, D]
+    v_smem,  # [BLOCK_N, D]
     o_ptr,
     lse_ptr,
     cold_items_ptr,
@@ -404,7 +401,6 @@ def _cold_partition(
     HKV: gl.constexpr,
     D: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
     GROUP: gl.constexpr = 8 if G <= 8 else 16
@@ -425,24 +421,28 @@ def _cold_partition(
         work, num_cold, cold_items_ptr, row_position_ptr, row_request_ptr, slots_stride, HKV
     )
     slots_ptr = request_slots_ptr + offset
-    for block in gl.static_range(STAGES - 1):
-        slots = _cold_slots(block, n, keys, run, slots_ptr, BLOCK_N)
-        _cold_copy(slots, work % HKV, block, k_smem, v_smem, k_ptr, v_ptr, COPY, HKV, D)
-    slots = _cold_slots(STAGES - 1, n, keys, run, slots_ptr, BLOCK_N)
-    later_slots = _cold_slots(STAGES, n, keys, run, slots_ptr, BLOCK_N)
-    ahead_head = work % HKV
-    later_head = ahead_head
+    head = work % HKV
+    # slots_j: of the block j after the current one; K is asked for two blocks ahead, V one
+    slots_0 = _cold_slots(0, n, keys, run, slots_ptr, BLOCK_N)
+    slots_1 = _cold_slots(1, n, keys, run, slots_ptr, BLOCK_N)
+    slots_2 = _cold_slots(2, n, keys, run, slots_ptr, BLOCK_N)
+    slots_3 = _cold_slots(3, n, keys, run, slots_ptr, BLOCK_N)
+    head_1 = head
+    head_2 = head
+    head_3 = head
+    _cold_copy(slots_0, head, k_smem.index(0), k_ptr, COPY, HKV, D)
+    _cold_copy(slots_0, head, v_smem, v_ptr, COPY, HKV, D)
+    _cold_copy(slots_1, head, k_smem.index(1), k_ptr, COPY, HKV, D)
     buffer = gl.to_tensor(0)
     while work < num_cold:
-        # At least STAGES + 1 blocks: the next item's first ones are asked for during this one's last.
-        blocks = gl.maximum((keys + BLOCK_N - 1) // BLOCK_N, STAGES + 1)
+        # At least four blocks: the next item's first ones are asked for during this one's last.
+        blocks = gl.maximum((keys + BLOCK_N - 1) // BLOCK_N, 4)
         next_work = _take(counter_ptr, num_cold, num_takers)
         next_row, next_partial, next_keys, next_run, next_offset = _cold_fields(
             next_work, num_cold, cold_items_ptr, row_position_ptr, row_request_ptr,
             slots_stride, HKV,
         )  # fmt: skip
         next_slots_ptr = request_slots_ptr + next_offset
-        head = work % HKV
         next_head = next_work % HKV
         q_at = row.to(gl.int64) * q_stride + head * (G * D) + q_g[None, :] * D + q_d[:, None]
         q = gl.load(q_ptr + q_at, mask=q_g[None, :] < G, other=0.0)
@@ -450,15 +450,10 @@ def _cold_partition(
         totals = gl.zeros([BLOCK_N, GROUP], gl.float32, layout=MMA)
         acc = gl.zeros([D, GROUP], gl.float32, layout=MMA)
         for i in range(0, blocks):
-            last = buffer + (STAGES - 1)
-            last = gl.where(last >= STAGES, last - STAGES, last)
-            _cold_copy(slots, ahead_head, last, k_smem, v_smem, k_ptr, v_ptr, COPY, HKV, D)
-            # no branch: the load would be waited for where it ends
-            ahead = i + STAGES + 1
+            # no branch: a load would be waited for where it ends
+            ahead = i + 4
             now = ahead < blocks
-            slots = later_slots
-            ahead_head = later_head
-            later_slots = _cold_slots(
+            slots_4 = _cold_slots(
                 gl.where(now, ahead, ahead - blocks),
                 n,
                 gl.where(now, keys, next_keys),
@@ -466,22 +461,29 @@ def _cold_partition(
                 gl.where(now, slots_ptr, next_slots_ptr),
                 BLOCK_N,
             )
-            later_head = gl.where(now, head, next_head)
-            async_copy.wait_group(STAGES - 1)
+            async_copy.wait_group(2)
             k = k_smem.index(buffer).load(LEFT)
             scores = mma_v2(k, q, no_scores) * scale_log2
+            _cold_copy(slots_2, head_2, k_smem.index(buffer), k_ptr, COPY, HKV, D)
             scores = gl.where((i * BLOCK_N + key < keys)[:, None], scores, float("-inf"))
             m_new = gl.maximum(m, gl.max(scores, 0))
             base = gl.where(m_new == float("-inf"), 0.0, m_new)
             p = gl.exp2(scores - base[None, :])
             alpha = gl.exp2(m - base)
             totals = totals * alpha[None, :] + p
-            v = v_smem.index(buffer).permute((1, 0)).load(LEFT)
-            acc = mma_v2(
-                v, gl.convert_layout(p.to(v.dtype), RIGHT), acc * alpha[None, :]
-            )
+            p = gl.convert_layout(p.to(k.dtype), RIGHT)
+            async_copy.wait_group(2)
+            v = v_smem.permute((1, 0)).load(LEFT)
+            acc = mma_v2(v, p, acc * alpha[None, :])
+            _cold_copy(slots_1, head_1, v_smem, v_ptr, COPY, HKV, D)
             m = m_new
-            buffer = gl.where(buffer == STAGES - 1, 0, buffer + 1)
+            buffer = 1 - buffer
+            slots_1 = slots_2
+            slots_2 = slots_3
+            slots_3 = slots_4
+            head_1 = head_2
+            head_2 = head_3
+            head_3 = gl.where(now, head, next_head)
         total = gl.sum(totals, 0)
         some = gl.where(total == 0.0, 1.0, total)
         to = partial * (HKV * G) + head * G + o_g
@@ -496,6 +498,7 @@ def _cold_partition(
         partial = next_partial
         keys = next_keys
         run = next_run
+        head = next_head
         slots_ptr = next_slots_ptr
     async_copy.wait_group(0)
 
@@ -526,7 +529,6 @@ def fused_kernel(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     COLD_N: gl.constexpr,
-    COLD_STAGES: gl.constexpr,
     HOT_REGISTERS: gl.constexpr,
     COLD_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
@@ -544,13 +546,12 @@ def fused_kernel(
     fence_async_shared()
     num_hot = gl.load(counts_ptr + _NUM_HOT) * HKV
     num_cold = gl.load(counts_ptr + _NUM_COLD) * HKV
-    num_takers = gl.num_programs(0) * 3
-    k0 = gl.allocate_shared_memory(dtype, [COLD_STAGES, COLD_N, D], COLD_LAYOUT)
-    v0 = gl.allocate_shared_memory(dtype, [COLD_STAGES, COLD_N, D], COLD_LAYOUT)
-    k1 = gl.allocate_shared_memory(dtype, [COLD_STAGES, COLD_N, D], COLD_LAYOUT)
-    v1 = gl.allocate_shared_memory(dtype, [COLD_STAGES, COLD_N, D], COLD_LAYOUT)
-    k2 = gl.allocate_shared_memory(dtype, [COLD_STAGES, COLD_N, D], COLD_LAYOUT)
-    v2 = gl.allocate_shared_memory(dtype, [COLD_STAGES, COLD_N, D], COLD_LAYOUT)
+    num_takers = gl.num_programs(0) * 4
+    k_cold_0 = gl.allocate_shared_memory(dtype, [2, COLD_N, D], COLD_LAYOUT)
+    k_cold_1 = gl.allocate_shared_memory(dtype, [2, COLD_N, D], COLD_LAYOUT)
+    k_cold_2 = gl.allocate_shared_memory(dtype, [2, COLD_N, D], COLD_LAYOUT)
+    k_cold_3 = gl.allocate_shared_memory(dtype, [2, COLD_N, D], COLD_LAYOUT)
+    v_cold = gl.allocate_shared_memory(dtype, [4, COLD_N, D], COLD_LAYOUT)
     gl.warp_specialize(
         [
             (
@@ -570,40 +571,49 @@ def fused_kernel(
                 ),
             ),
             (
+                _cold_partition,
+                (
+                    q_ptr, k_ptr, v_ptr, k_cold_0, v_cold.index(0), o_ptr, lse_ptr,
+                    cold_items_ptr, row_position_ptr, row_request_ptr, request_slots_ptr,
+                    counter_ptr, num_cold, num_takers, q_stride, slots_stride, scale_log2,
+                    G, HKV, D, COLD_N, PDL,
+                ),
+            ),
+            (
+                _cold_partition,
+                (
+                    q_ptr, k_ptr, v_ptr, k_cold_1, v_cold.index(1), o_ptr, lse_ptr,
+                    cold_items_ptr, row_position_ptr, row_request_ptr, request_slots_ptr,
+                    counter_ptr, num_cold, num_takers, q_stride, slots_stride, scale_log2,
+                    G, HKV, D, COLD_N, PDL,
+                ),
+            ),
+            (
+                _cold_partition,
+                (
+                    q_ptr, k_ptr, v_ptr, k_cold_2, v_cold.index(2), o_ptr, lse_ptr,
+                    cold_items_ptr, row_position_ptr, row_request_ptr, request_slots_ptr,
+                    counter_ptr, num_cold, num_takers, q_stride, slots_stride, scale_log2,
+                    G, HKV, D, COLD_N, PDL,
+                ),
+            ),
+            (
+                _cold_partition,
+                (
+                    q_ptr, k_ptr, v_ptr, k_cold_3, v_cold.index(3), o_ptr, lse_ptr,
+                    cold_items_ptr, row_position_ptr, row_request_ptr, request_slots_ptr,
+                    counter_ptr, num_cold, num_takers, q_stride, slots_stride, scale_log2,
+                    G, HKV, D, COLD_N, PDL,
+                ),
+            ),
+            (
                 _copy_partition,
                 (
                     k_desc, v_desc, ring, full, empty, hot_items_ptr, num_hot,
                     HKV, D, BLOCK_N, STAGES,
                 ),
             ),
-            (
-                _cold_partition,
-                (
-                    q_ptr, k_ptr, v_ptr, k0, v0, o_ptr, lse_ptr, cold_items_ptr,
-                    row_position_ptr, row_request_ptr, request_slots_ptr, counter_ptr,
-                    num_cold, num_takers, q_stride, slots_stride, scale_log2,
-                    G, HKV, D, COLD_N, COLD_STAGES, PDL,
-                ),
-            ),
-            (
-                _cold_partition,
-                (
-                    q_ptr, k_ptr, v_ptr, k1, v1, o_ptr, lse_ptr, cold_items_ptr,
-                    row_position_ptr, row_request_ptr, request_slots_ptr, counter_ptr,
-                    num_cold, num_takers, q_stride, slots_stride, scale_log2,
-                    G, HKV, D, COLD_N, COLD_STAGES, PDL,
-                ),
-            ),
-            (
-                _cold_partition,
-                (
-                    q_ptr, k_ptr, v_ptr, k2, v2, o_ptr, lse_ptr, cold_items_ptr,
-                    row_position_ptr, row_request_ptr, request_slots_ptr, counter_ptr,
-                    num_cold, num_takers, q_stride, slots_stride, scale_log2,
-                    G, HKV, D, COLD_N, COLD_STAGES, PDL,
-                ),
-            ),
         ],
-        [4, 1, 1, 1, 1],
-        [HOT_REGISTERS, COLD_REGISTERS, COLD_REGISTERS, COLD_REGISTERS, COLD_REGISTERS],
+        [4, 1, 1, 1, 1, 4],
+        [HOT_REGISTERS, COLD_REGISTERS, COLD_REGISTERS, COLD_REGISTERS, COLD_REGISTERS, 24],
     )  # fmt: skip
