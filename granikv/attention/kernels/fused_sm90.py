@@ -427,12 +427,13 @@ def _cold_partition(
     slots_1 = _cold_slots(1, n, keys, run, slots_ptr, BLOCK_N)
     slots_2 = _cold_slots(2, n, keys, run, slots_ptr, BLOCK_N)
     slots_3 = _cold_slots(3, n, keys, run, slots_ptr, BLOCK_N)
-    head_1 = head
-    head_2 = head
-    head_3 = head
+    # not `= head`: names of one value are carried as one through a while loop
+    head_1 = work % HKV
+    head_2 = work % HKV
+    head_3 = work % HKV
     _cold_copy(slots_0, head, k_smem.index(0), k_ptr, COPY, HKV, D)
-    _cold_copy(slots_0, head, v_smem, v_ptr, COPY, HKV, D)
     _cold_copy(slots_1, head, k_smem.index(1), k_ptr, COPY, HKV, D)
+    _cold_copy(slots_0, head, v_smem, v_ptr, COPY, HKV, D)
     buffer = gl.to_tensor(0)
     while work < num_cold:
         # At least four blocks: the next item's first ones are asked for during this one's last.
@@ -472,7 +473,7 @@ def _cold_partition(
             alpha = gl.exp2(m - base)
             totals = totals * alpha[None, :] + p
             p = gl.convert_layout(p.to(k.dtype), RIGHT)
-            async_copy.wait_group(2)
+            async_copy.wait_group(1)
             v = v_smem.permute((1, 0)).load(LEFT)
             acc = mma_v2(v, p, acc * alpha[None, :])
             _cold_copy(slots_1, head_1, v_smem, v_ptr, COPY, HKV, D)
