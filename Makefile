@@ -1,9 +1,4 @@
-# GraniKV: set-up, demo, server and tests. `make demo` is all a fresh machine needs.
-#
-#   make demo [DEMO=short]   the multi-agent demo over a real Triton server
-#   make serve               the same set-up, server in the foreground (HTTP 8000, gRPC 8001)
-#   make test                all tests; the last line is pytest's
-#   make lint typecheck clean
+# `make` lists the targets. `make demo` is all that a fresh machine needs.
 #
 # TORCH chooses the build of torch. pip's own settings (index options, proxies) are used as they
 # are; PIP_OPTIONS adds options to the installation of torch only.
@@ -19,46 +14,65 @@ SERVE_OPTIONS ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check install -q
+# pip shows its progress where somebody looks
+PIP := $(PY) -m pip --disable-pip-version-check install $(if $(MAKE_TERMOUT),,-q)
 CONSTRAINTS := build_scripts/constraints-cpu.txt
+PACKAGES = $(PIP) -c $(CONSTRAINTS) "numpy==1.26.4" "$(TORCH)" $(PIP_OPTIONS)
 
-.PHONY: setup demo serve test lint typecheck clean
+.DEFAULT_GOAL := help
+.PHONY: help setup dev demo serve test lint typecheck clean
 
-setup: $(VENV)/.ok
+help:       ## this list
+	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
+
+setup: $(VENV)/.ok   ## .venv with Triton, torch and the embedded model: for demo, serve, bench
+dev: $(VENV)/.dev    ## also what tests, linters and `granikv build` need
 
 # Triton's Python stub loads libpython, so the interpreter must have been built shared.
 $(VENV)/.ok: pyproject.toml $(CONSTRAINTS) build_scripts/find_python.sh
-	test -x $(PY) || "$$(build_scripts/find_python.sh)" -m venv $(VENV)
-	$(PIP) "numpy==1.26.4" "$(TORCH)" $(PIP_OPTIONS)
-	$(PIP) -c $(CONSTRAINTS) "numpy==1.26.4" "$(TORCH)" accelerate -e ".[serve,bench,engines,test,dev]" $(PIP_OPTIONS)
-	$(PY) -c "import triton" 2>/dev/null || $(PIP) "$(TRITON)"
-	$(PIP) --no-deps "nvidia-pytriton==0.7.0"
-	$(PY) -c "import sys; from granikv.models.embedded import main; sys.exit(main())"
-	touch $@
+	@echo "setup 1/5: virtual environment $(VENV)"
+	@test -x $(PY) || "$$(build_scripts/find_python.sh)" -m venv $(VENV)
+	@echo "setup 2/5: installing $(TORCH) (about 200 MB for CPUs, several GB with CUDA)"
+	@$(PIP) "numpy==1.26.4" "$(TORCH)" $(PIP_OPTIONS)
+	@echo "setup 3/5: installing granikv and what it uses: transformers, Triton's client, ... (100 MB)"
+	@$(PACKAGES) -e ".[serve,bench]"
+	@echo "setup 4/5: installing the Triton server, from nvidia-pytriton (55 MB)"
+	@$(PIP) --no-deps "nvidia-pytriton==0.7.0"
+	@echo "setup 5/5: looking for the embedded model (98 MB), and fetching it if it is nowhere"
+	@$(PY) -c "import sys; from granikv.models.embedded import main; sys.exit(main())"
+	@touch $@
 
-# TensorRT-RTX for two tests of the plugin (109 MB); without it they are skipped and say so.
-$(VENV)/.plugin: $(VENV)/.ok
-	$(PIP) -c $(CONSTRAINTS) -e ".[plugin]" $(PIP_OPTIONS) \
+$(VENV)/.dev: $(VENV)/.ok
+	@echo "dev 1/2: installing pytest, linters, onnx, ..."
+	@$(PACKAGES) -e ".[serve,bench,engines,test,dev]"
+	@echo "dev 2/2: installing $(TRITON), the kernels' compiler, unless torch brought it"
+	@$(PY) -c "import triton" 2>/dev/null || $(PIP) "$(TRITON)"
+	@touch $@
+
+# TensorRT-RTX for two tests of the plugin; without it they are skipped and say so.
+$(VENV)/.plugin: $(VENV)/.dev
+	@echo "installing TensorRT-RTX (109 MB) for two tests of the plugin"
+	@$(PIP) -c $(CONSTRAINTS) -e ".[plugin]" $(PIP_OPTIONS) \
 		|| echo "TensorRT-RTX cannot be installed here: two plugin tests will be skipped"
-	touch $@
+	@touch $@
 
-demo: $(VENV)/.ok
+demo: $(VENV)/.ok    ## the multi-agent demo over a real Triton server (DEMO=short: under a minute)
 	$(PY) -m granikv.cli demo $(if $(filter short,$(DEMO)),--short)
 
-serve: $(VENV)/.ok
+serve: $(VENV)/.ok   ## the server in the foreground: HTTP 8000, gRPC 8001 (SERVE_OPTIONS=...)
 	$(PY) -m granikv.cli serve $(SERVE_OPTIONS)
 
-test: $(VENV)/.ok $(VENV)/.plugin
+test: $(VENV)/.dev $(VENV)/.plugin   ## all tests; the last line is pytest's
 	$(PY) -m pytest tests -q
 
-lint: $(VENV)/.ok
+lint: $(VENV)/.dev   ## ruff, clang-format, file sizes
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(PY) build_scripts/check_sizes.py
 	$(VENV)/bin/clang-format --dry-run -Werror trtllm_plugin/*/*.cpp trtllm_plugin/*/*.h
 
-typecheck: $(VENV)/.ok
+typecheck: $(VENV)/.dev   ## mypy
 	$(VENV)/bin/mypy granikv
 
-clean:
+clean:      ## remove .venv, out and caches
 	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

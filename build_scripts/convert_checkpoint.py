@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes a checkpoint folder for `trtllm-build`: config.json and one safetensors file per rank.
 
-    python build_scripts/convert_checkpoint.py --checkpoint DIR --tp 2 --out out/checkpoint-tp2
+    python build_scripts/convert_checkpoint.py --checkpoint PATH --tp 2 --out out/checkpoint-tp2
 
 No GPU, TensorRT or TensorRT-LLM is needed, and less memory than a rank's weights take.
 """

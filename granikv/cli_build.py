@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 CheckpointPath = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR", help="Hugging Face folder or GGUF file; the embedded model if absent."
+        metavar="PATH", help="Hugging Face folder or GGUF file; the embedded model if absent."
     ),
 ]
 Ranks = Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")]

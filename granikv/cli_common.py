@@ -49,7 +49,7 @@ def clear_errors() -> Iterator[None]:
         if name == "granikv":
             raise
         print(
-            f"granikv: this command needs the package {name!r}; `make setup` installs everything",
+            f"granikv: this command needs the package {name!r}; `make dev` installs everything",
             file=sys.stderr,
         )
         raise typer.Exit(1) from None

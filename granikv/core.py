@@ -68,6 +68,7 @@ class Request:
     leaf: Node | None = None  # deepest tree node of the known tokens (cache manager)
     leaf_end: int = 0  # position behind the leaf's last token
     tail_slots: list[int] = field(default_factory=list)  # COLD slots from position leaf_end on
+    tail_filled_step: int = -1  # the last step whose moves write part of them
     num_cached_tokens: int = 0  # reused at first admission
     num_hot_tokens: int = 0  # of the context, in extents at the last step
     attention_path: str = "cold"  # or how the last step read most of its HOT tokens
@@ -284,6 +285,7 @@ class Move:
 
     src_slots: np.ndarray  # int32 [length]
     dst_start: int
+    reason: str = "promotion"  # or "compaction"; for the log
 
     @property
     def length(self) -> int:

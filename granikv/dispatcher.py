@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from granikv.attention.splits import PlanCutter
-from granikv.cache.manager import CacheManager, SlotWrite
+from granikv.cache.manager import CacheManager
 from granikv.cache.prefix_tree import Node
+from granikv.cache.spans_in_use import SlotWrite
 from granikv.core import Batch, Choice, Count, Move, Request, SpanKind, StepPlan
 from granikv.cost_model import CostModel
 from granikv.decode_spans import DecodeSpans

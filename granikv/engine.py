@@ -267,7 +267,7 @@ class Engine:
             if request.status is not Status.FINISHED:
                 request.error = error
                 self._finish(request, FinishReason.ERROR)
-        self.cache.drop_moves(launched.plan.moves)
+        self.cache.forget_moves(launched.plan.step_id)
 
     def _append_token(
         self, request: Request, token: int, output: StepOutput, i: int, now: float

@@ -132,3 +132,15 @@ def unknown(environ: Mapping[str, str] | None = None) -> list[str]:
     """GRANIKV_ names that are set and mean nothing: most likely misspelt."""
     names = os.environ if environ is None else environ
     return sorted(n for n in names if n.startswith(PREFIX) and n not in VARIABLES)
+
+
+def describe(environ: Mapping[str, str] | None = None) -> dict[str, object]:
+    """Every variable with its value, or with what holds when it is not set. Raises as `read`."""
+    names = os.environ if environ is None else environ
+    facts: dict[str, object] = {}
+    for name, variable in VARIABLES.items():
+        value = str(read(name, names))
+        if not names.get(name):
+            value = f"default ({value})" if isinstance(variable.default, bool) else "not set"
+        facts[name] = value
+    return facts

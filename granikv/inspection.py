@@ -62,7 +62,7 @@ def describe(config: EngineConfig) -> dict[str, dict[str, object]]:
         sections["model"] = {"error": str(error)}
     return sections | {
         "versions": versions(),
-        "environment": {name: str(v) for name in env.VARIABLES if (v := env.read(name))},
+        "environment": env.describe(),
         "engine configuration": dataclasses.asdict(config),
     }
 
@@ -106,7 +106,7 @@ def profile_facts(config: EngineConfig, model: ModelConfig) -> dict[str, object]
             "torch": profile["torch"],
             "read, GB/s": round(profile["read_gb_per_s"], 1),
             "matrix rate, GFLOP/s": round(profile["gflops"], 1),
-            "warnings": len(profile.get("warnings", ())),
+            "warnings": list(profile.get("warnings", ())),
         }
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return facts | {"state": f"unreadable ({error!r}): `granikv calibrate` writes it again"}

@@ -54,8 +54,9 @@ def lines(plan: StepPlan) -> list[str]:
         text.append(
             f"step {plan.step_id}: extend: one fused pass per request (prompt rows are computed)"
         )
-    for move in plan.moves:
+    for reason in sorted({move.reason for move in plan.moves}):
+        lengths = [move.length for move in plan.moves if move.reason == reason]
         text.append(
-            f"step {plan.step_id}: move: {move.length} tokens to slot {move.dst_start} (promotion)"
+            f"step {plan.step_id}: move: {sum(lengths)} tokens to {len(lengths)} places ({reason})"
         )
     return text

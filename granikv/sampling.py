@@ -11,6 +11,7 @@ with the last one kept by top_k or top_p are kept too.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ _MASK32 = np.uint64(0xFFFFFFFF)
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _MIN_TEMPERATURE = 1e-30  # below, float32 would divide by zero; the result is greedy long before
+_ARGMAX_PIECES = 64  # at most, and a power of two: a row's pieces are searched side by side
 _TOP_P_FIRST_TRY = 1024  # sorted first; nearly always holds top_p of the mass
 
 
@@ -184,10 +186,10 @@ class Sampler:
         """int64 [S]: one id per row of logits [S, vocab], on their device."""
         greedy = [i for i, s in enumerate(states) if s.params.is_greedy]
         if len(greedy) == len(states):
-            return logits.argmax(dim=-1)
+            return _argmax(logits)
         ids = torch.empty(len(states), dtype=torch.int64, device=logits.device)
         if greedy:
-            ids[greedy] = logits[greedy].argmax(dim=-1)
+            ids[greedy] = _argmax(logits[greedy])
         for filtered in (False, True):
             group = [
                 i
@@ -315,6 +317,23 @@ class Sampler:
         output.top_ids[group] = np.where(keep, ids.cpu().numpy(), -1)
         output.top_logprobs[group] = np.where(keep, values.cpu().numpy(), -np.inf)
         return output
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """int64 [S]: place of the first maximum of each row of logits [S, vocab].
+
+    In two stages on a GPU, where one block per row would read a row alone.
+    """
+    rows, vocab = logits.shape
+    pieces = math.gcd(vocab, _ARGMAX_PIECES) if logits.is_cuda else 1
+    return argmax_in_pieces(logits.reshape(rows, pieces, vocab // pieces))
+
+
+def argmax_in_pieces(logits: torch.Tensor) -> torch.Tensor:
+    """int64 [S]: the first maximum of each row of logits [S, pieces, vocab / pieces]."""
+    values, index = logits.max(dim=-1)
+    piece = values.argmax(dim=-1, keepdim=True)
+    return (piece * logits.shape[-1] + index.gather(1, piece))[:, 0]
 
 
 def _bad_tokens(state: _State) -> list[int]:

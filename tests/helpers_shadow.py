@@ -13,7 +13,19 @@ from types import SimpleNamespace
 import numpy as np
 
 from granikv.config import EngineConfig, ModelConfig
-from granikv.core import ColdItem, Count, ExtendSegment, HotItem, SpanKind, StepOutput, StepPlan
+from granikv.core import (
+    ColdItem,
+    Count,
+    ExtendSegment,
+    FinishReason,
+    HotItem,
+    SpanKind,
+    StepOutput,
+    StepPlan,
+)
+from granikv.engine import Engine
+from granikv.errors import InvalidArgument
+from granikv.sampling_params import SamplingParams
 
 VOCAB = 32
 NOTHING = -1  # content of a slot that no step has written
@@ -47,6 +59,16 @@ class _Step:
     error: Exception | None = None
 
 
+def _named_slots(plan: StepPlan) -> set[int]:
+    """Slots that a plan names itself: not those it finds through request_slots."""
+    named = set(plan.slot_mapping.tolist())
+    for start, length in plan.hot_items[:, [HotItem.KV_START, HotItem.KV_LEN]].tolist():
+        named.update(range(start, start + length))
+    for move in plan.moves:
+        named.update(move.src_slots.tolist(), range(move.dst_start, move.dst_start + move.length))
+    return named
+
+
 class ShadowExecutor:
     """is_late: steps run when they are waited for, else at launch; a real device is in between.
 
@@ -66,6 +88,9 @@ class ShadowExecutor:
 
     def launch(self, plan: StepPlan) -> _Step:
         step = _Step(plan)
+        targets = {s for m in plan.moves for s in range(m.dst_start, m.dst_start + m.length)}
+        for older in self._queue:
+            assert not targets & _named_slots(older.plan), "an older step still needs these slots"
         self._queue.append(step)
         if not self._is_late:
             self._run_until(step)
@@ -189,3 +214,87 @@ class ShadowExecutor:
             assert not wrong, f"row {row}: position {end + wrong[0]} holds another token"
             end += len(slots)
         assert end == visible, f"row {row}: {end} of {visible} tokens are read"
+
+
+class Load:
+    """One engine over a shadow arena, and what each of its requests must produce."""
+
+    def __init__(self, sizes, *, layout, async_depth, is_late, failing):
+        config = EngineConfig(
+            prefix_layout=layout, async_depth=async_depth, profile="default", debug_checks=True,
+            **({"max_seq_len": 128} | sizes),
+        )  # fmt: skip
+        self.executor = ShadowExecutor(config, is_late=is_late, failing=failing)
+        self.now, self.made = 0.0, {}
+        self.engine = Engine(config, executor=self.executor, clock=lambda: self.now)
+        self.inputs: dict[str, tuple[int, list[int]]] = {}
+
+    def add(self, prompt, max_tokens, salt, prefix_id, shared_prefix_len, priority):
+        name = f"r{len(self.inputs)}"
+        self.executor.salts[name] = len(salt)
+        try:
+            self.engine.add_request(
+                name, prompt, SamplingParams(max_tokens=max_tokens, temperature=0),
+                salt=salt, prefix_id=prefix_id, priority=priority,
+                shared_prefix_len=min(shared_prefix_len, len(prompt)),
+            )  # fmt: skip
+        except InvalidArgument:
+            return  # longer than the arena
+        self.inputs[name], self.made[name] = (len(salt), prompt), []
+
+    def step(self):
+        self.now += 7.0
+        for out in self.engine.step():
+            self.made[out.request_id] += out.token_ids
+            if out.finish_reason is FinishReason.ERROR:
+                assert str(out.error) == "injected", out.error
+            if out.finished and out.finish_reason is FinishReason.LENGTH:
+                assert self.made[out.request_id] == self.expected(out.request_id)
+
+        storage = self.engine.cache.storage
+        counted = storage.num_evictable()
+        storage._num_evictable = None
+        assert counted == storage.num_evictable(), "the kept count is stale"
+        for node in self.engine.cache.tree.nodes():  # nothing behind a gap, nothing HOT below COLD
+            parent = node.parent
+            if parent.parent is not None and node.allocated:
+                assert parent.is_complete or parent.writer is not None
+                assert parent.is_hot or not node.is_hot
+
+    def expected(self, name):
+        salt, prompt = self.inputs[name]
+        tokens = list(prompt)
+        for _ in range(len(self.made[name])):
+            tokens.append(next_token(chain(salt, tokens)[-1]))
+        return tokens[len(prompt) :]
+
+    def run(self, script):
+        for action in script:
+            if isinstance(action, tuple):
+                self.add(*action)
+            elif action < 0:
+                self.engine.abort(f"r{len(self.inputs) + action}")
+            else:
+                for _ in range(action):
+                    self.step()
+        for _ in range(3000):
+            if not self.engine.has_work():
+                break
+            self.step()
+        assert not self.engine.has_work(), "no progress"
+        self.check_idle()
+
+    def check_idle(self):
+        """Everything is free or cached by whole pages, and eviction returns all of it."""
+        cache = self.engine.cache
+        cache.check_conservation([])
+        usage = cache.usage([])
+        assert usage["retiring"] == 0
+        assert usage["free"] + usage["cold"] + usage["hot"] == cache.arena.num_usable
+        for node in cache.tree.nodes():
+            assert node.users == node.locks == 0 and node.writer is None and not node.hinted
+            assert node.published == node.allocated and node.start % cache.page_tokens == 0
+        cache.evict(cache.arena.capacity)
+        assert cache.arena.num_free == cache.arena.num_usable
+        assert not list(cache.tree.nodes()), "nodes without storage and demand are left"
+        assert not cache.tree.roots and not cache._paths

@@ -26,6 +26,9 @@ TENSORRT_FOLDERS = (
     "/opt/tensorrt/include",
 )
 FLAGS = "-std=c++17 -O2 -fPIC -fvisibility=hidden -Wall -Wextra -Wno-deprecated-declarations"
+# The C++ library inside, and nothing but the entry points outside: CUDA libraries that a process
+# has loaded for all export parts of a C++ library of their own, which ours would be bound to.
+LINK_FLAGS = "-static-libstdc++ -static-libgcc -Wl,--exclude-libs,ALL -Wl,-z,defs"
 
 
 class BuildError(GraniKVError):
@@ -131,12 +134,15 @@ def build_library(
         list(pool.map(compile_one, todo))
     out.mkdir(parents=True, exist_ok=True)
     library = out / "libgranikv_trt.so"
-    stamp = hashlib.sha256(" ".join(path.name for path in made).encode()).hexdigest()
+    exports = SOURCES / "exports.map"
+    flags = [f"-Wl,--version-script={exports}", *LINK_FLAGS.split()]
+    parts = [*(path.name for path in made), exports.read_text(), LINK_FLAGS]
+    stamp = hashlib.sha256(" ".join(parts).encode()).hexdigest()
     marker = objects / f"linked-{hashlib.sha256(str(library.resolve()).encode()).hexdigest()[:8]}"
     if not library.exists() or not marker.exists() or marker.read_text() != stamp:
         partial = out / f".libgranikv_trt.{os.getpid()}.so"
         link = [base[0], "-shared", "-o", str(partial), *map(str, made)]
-        _run([*link, "-ldl", "-lpthread", "-Wl,-z,defs"], "linking")
+        _run([*link, "-ldl", "-lpthread", *flags], "linking")
         partial.replace(library)
         marker.write_text(stamp)
     return library, len(todo)

@@ -79,6 +79,7 @@ class CpuAttention:
 
     k_arena, v_arena: float32 [num_layers, capacity, Hkv, D]; request_slots: int32
     [max_requests, max_seq_len]. The caller owns all three; run appends to the arenas.
+    rope: cos and sin [positions, D / 2] if run shall rotate q and k; only with `use_native`.
     """
 
     def __init__(
@@ -101,6 +102,8 @@ class CpuAttention:
                 raise ValueError(f"{name}: expected [L, capacity, {expected}], got {arena.shape}")
         self._native = native.library()
         self.use_native = self._native is not None and self.head_dim <= native.MAX_HEAD_DIM
+        self.rope: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._rows: native.Rows | None = None
         self._o = torch.empty(0)
         self._k_work = torch.empty(0)
         self._v_work = torch.empty(0)
@@ -117,6 +120,7 @@ class CpuAttention:
         self._views = [v for v in self.parts.views if not self.is_native(v)]
         native_views = [v for v in self.parts.views if self.is_native(v)]
         self._spans = self._native_spans(native_views, self.parts.scattered)
+        self._rows = self._native_rows(plan)
         self._reserve_parts(self.parts.num_parts)
 
     def is_native(self, view: View) -> bool:
@@ -140,6 +144,14 @@ class CpuAttention:
             spans.append(native.Span(rows, len(rest.slots), rest.first_part, slots=rest.slots))
         return native.Spans(self._native, heads, spans)
 
+    def _native_rows(self, plan: StepPlan) -> native.Rows | None:
+        if self._native is None or not self.use_native:
+            return None
+        positions = torch.from_numpy(plan.row_position[: self.num_rows]).long()
+        angles = None if self.rope is None else (self.rope[0][positions], self.rope[1][positions])
+        shape = native.RowShape(self.num_qo_heads, self.num_kv_heads, self.head_dim)
+        return native.Rows(self._native, shape, plan.slot_mapping[: self.num_rows], angles)
+
     def _reserve_parts(self, num_parts: int) -> None:
         """Workspace of the parts and two sentinels: the identity of the merge, and the state of
         a row without keys."""
@@ -158,11 +170,17 @@ class CpuAttention:
     # -- once per layer ------------------------------------------------------------------------
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [T, Hq, D], k and v [T, Hkv, D] after rope -> [T, Hq * D]; append comes first."""
+        """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq * D]; append comes first.
+
+        q and k come after rope, unless `rope` is set. Within a row, heads lie side by side.
+        """
         num_rows, width = q.shape[0], self.num_qo_heads * self.head_dim
         k_layer, v_layer = self.k_arena[layer], self.v_arena[layer]
-        self._write(k_layer, k)
-        self._write(v_layer, v)
+        if self._rows is not None:
+            q = self._rows.append(q, k, v, k_layer, v_layer)
+        else:
+            self._write(k_layer, k)
+            self._write(v_layer, v)
         if self.num_decode_rows == num_rows:
             return self._decode(q, k_layer, v_layer).reshape(num_rows, width)
         out = torch.zeros(num_rows, self.num_qo_heads, self.head_dim)
@@ -197,6 +215,8 @@ class CpuAttention:
                 bucket, q, k_layer, v_layer
             )
         if self.parts.merge_index is not None:
+            if self._rows is not None:
+                return self._rows.merge(o, lse, self.parts.merge_index)
             return merge_parts(o, lse, self.parts.merge_index)
         return o[:num_parts] if self.parts.select is None else o.index_select(0, self.parts.select)
 

@@ -33,6 +33,8 @@ def format_value(value: object) -> str:
         return f"{value:.4g}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
+    if isinstance(value, list):
+        return "\n".join(map(str, value)) or "none"
     return str(value)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,4 +26,21 @@ def load_transformers(path: Path) -> Any:
     source = {"pretrained_model_name_or_path": str(path)}
     if path.is_file():
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    return AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).eval()
+    with _gguf_parsed_once():
+        return AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).eval()
+
+
+@contextlib.contextmanager
+def _gguf_parsed_once() -> Iterator[None]:
+    """transformers parses the file twice and makes the table of tensor names for every module,
+    which is half of its loading time; here both are kept."""
+    import gguf
+
+    originals = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, original in originals.items():
+        setattr(gguf, name, functools.lru_cache(1)(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(gguf, name, original)

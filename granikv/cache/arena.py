@@ -73,6 +73,18 @@ class TokenArena:
         self.num_free -= length
         return start
 
+    def take_free(self, start: int, end: int) -> int:
+        """Take whatever is free in [start, end); returns how many slots."""
+        kept, taken = [], 0
+        for low, high in self.free_ranges():
+            taken += max(min(high, end) - max(low, start), 0)
+            parts = ((low, min(high, start)), (max(low, end), high))
+            kept += [(a, b) for a, b in parts if a < b]
+        self._starts = [low for low, _ in kept]
+        self._ends = [high for _, high in kept]
+        self.num_free -= taken
+        return taken
+
     def free_extent(self, start: int, length: int) -> None:
         """Return the range [start, start + length). Raises ValueError on a double free."""
         if length == 0:

@@ -12,15 +12,14 @@ import enum
 
 import numpy as np
 
+from granikv.cache.compaction import Compactor
 from granikv.cache.policy import HotPolicy
 from granikv.cache.prefix_tree import Node
+from granikv.cache.spans_in_use import SlotWrite, SpanInUse, spans_in_use
 from granikv.cache.storage import NodeStorage
 from granikv.config import EngineConfig
 from granikv.core import Move, Request
 from granikv.errors import ArenaExhausted
-
-# (row, first position, slots), or one row and position per slot
-SlotWrite = tuple[int | np.ndarray, int | np.ndarray, np.ndarray]
 
 
 class Admission(enum.Enum):
@@ -41,15 +40,17 @@ class CacheManager:
         self.page_tokens = config.page_tokens
         self.storage = NodeStorage(config.capacity_tokens, config.page_tokens)
         self.arena, self.tree = self.storage.arena, self.storage.tree
-        self.policy = HotPolicy(config, self.storage)
+        self.compactor = Compactor(self.storage, config.max_move_tokens, self._spans_in_use)
+        self.policy = HotPolicy(config, self.storage, self.compactor)
         self.slot_writes: list[SlotWrite] = []
+        self._admitted: dict[Request, int] = {}  # since the last plan: cached tokens
         self._now = 0.0  # the latest time a caller passed
         self._paths: dict[Request, tuple[int, list[Node]]] = {}
 
     @property
     def counters(self) -> dict[str, int]:
-        """Since the start: evictions, promotions, extents and fallbacks."""
-        return {**self.storage.counters, **self.policy.counters}
+        """Since the start: evictions, moves, promotions, extents and fallbacks."""
+        return {**self.storage.counters, **self.compactor.counters, **self.policy.counters}
 
     @property
     def max_request_tokens(self) -> int:
@@ -129,7 +130,7 @@ class CacheManager:
         self._claim(request, now)
         reusable = min(cached, self.storage.whole_pages(request.num_tokens - 1))
         request.num_computed = request.num_published = reusable
-        self._write_cached_slots(request, cached)
+        self._admitted[request] = cached
         return Admission.ADMITTED
 
     def _claim(self, request: Request, now: float) -> None:
@@ -140,12 +141,6 @@ class CacheManager:
         for node in path:
             node.last_use = now
         self.policy.claim(path, request)
-
-    def _write_cached_slots(self, request: Request, cached: int) -> None:
-        assert request.row is not None
-        for node in self.path(request):
-            if node.slots is not None and node.published and node.start < cached:
-                self.slot_writes.append((request.row, node.start, node.slots[: node.published]))
 
     # --- slots of a step ----------------------------------------------------------------------
 
@@ -246,8 +241,15 @@ class CacheManager:
         request.num_published = upto
 
     def plan_moves(self) -> list[Move]:
-        """Copies of the next step: promotions of shared COLD nodes, at most max_move_tokens."""
-        return self.policy.plan_moves()
+        """Copies of the next step, at most max_move_tokens: compaction, then promotions."""
+        self.policy.plan_promotions()
+        moves, slot_writes = self.compactor.take()
+        self.slot_writes += slot_writes
+        return moves
+
+    def _spans_in_use(self) -> list[SpanInUse]:
+        running = [(r, self.path(r)) for r in self._paths if r.row is not None]
+        return spans_in_use(running, self._admitted, self.storage.completed_step)
 
     # --- release ------------------------------------------------------------------------------
 
@@ -256,6 +258,7 @@ class CacheManager:
         if request.leaf is None:
             return
         path, leaf = self.path(request), request.leaf
+        self._admitted.pop(request, None)
         admitted = request.row is not None
         self._now = max(self._now, request.last_token_time or 0.0)
         for node in path or [leaf]:
@@ -270,6 +273,8 @@ class CacheManager:
                     node.writer = None
                     self.storage.trim(node, node.published)
             self._keep_tail(request, leaf, keep and self.config.enable_prefix_caching)
+        if self.storage.window is not None and not self.storage.window.node.users:
+            self.storage.drop_window()
         request.leaf = None
         self._paths.pop(request, None)
         request.tail_slots = []
@@ -298,7 +303,7 @@ class CacheManager:
             if node.allocated or node.writer is not None or not parent_complete:
                 storage.retire(mine, step)  # stored by another request
             else:
-                storage.adopt(node, mine, self._now)
+                storage.adopt(node, mine, self._now, request.tail_filled_step)
             parent_complete = node.is_complete
         self.tree.prune(end)
 
@@ -315,12 +320,18 @@ class CacheManager:
         """Every step up to `step_id` has finished: what they read may be reused."""
         self.storage.step_completed(step_id)
 
-    def drop_moves(self, moves: list[Move]) -> None:
-        """A failed step may not have written these extents: forget them, split since or not."""
-        self.storage.forget_extents([(m.dst_start, m.dst_start + m.length) for m in moves])
+    def forget_moves(self, step_id: int) -> None:
+        """A failed step may not have written what it was to move: forget it, split since or not."""
+        self.storage.forget_moves(step_id)
 
     def take_slot_writes(self) -> list[SlotWrite]:
-        """What the next step records in request_slots."""
+        """What the next step records in request_slots, after its moves were planned."""
+        for request, cached in self._admitted.items():
+            for node in self.path(request):
+                if node.slots is not None and node.published and node.start < cached:
+                    slots = node.slots[: node.published]
+                    self.slot_writes.append((request.row, node.start, slots))  # type: ignore[arg-type]
+        self._admitted = {}
         writes, self.slot_writes = self.slot_writes, []
         return writes
 

@@ -9,6 +9,7 @@ from collections import OrderedDict
 
 import numpy as np
 
+from granikv.cache.compaction import Compactor
 from granikv.cache.prefix_tree import Node, common_length
 from granikv.cache.storage import NodeStorage
 from granikv.config import EngineConfig
@@ -52,16 +53,14 @@ class PrefixIds:
 class HotPolicy:
     """Extents of one cache's nodes, within config.min_extent_tokens and max_move_tokens."""
 
-    def __init__(self, config: EngineConfig, storage: NodeStorage):
+    def __init__(self, config: EngineConfig, storage: NodeStorage, compactor: Compactor):
         self.config = config
-        self.storage = storage
+        self.storage, self.compactor = storage, compactor
         self.prefix_ids = PrefixIds(config.min_extent_tokens)
         self.is_enabled = config.prefix_layout == "asymmetric"
         self._can_move = self.is_enabled and config.max_move_tokens >= config.min_extent_tokens
         self._promotable: dict[Node, None] = {}
-        self.counters = dict.fromkeys(
-            ("promotions", "moved_tokens", "extents", "extent_fallbacks"), 0
-        )
+        self.counters = dict.fromkeys(("promotions", "extents", "extent_fallbacks"), 0)
 
     def note_arrival(self, request: Request, path: list[Node], now: float) -> None:
         """Before the request counts as a user of `path`: hint at what it alone makes HOT."""
@@ -107,16 +106,14 @@ class HotPolicy:
         return wanted
 
     def _reserve(self, node: Node) -> bool:
-        if self.storage.reserve_extent(node) is None:  # fragmented: COLD serves it, slower
+        if self.compactor.reserve(node) is None:  # fragmented: COLD serves it, slower
             self.counters["extent_fallbacks"] += 1
             return False
         self.counters["extents"] += 1
         return True
 
-    def plan_moves(self) -> list[Move]:
+    def plan_promotions(self) -> None:
         """Promote shared COLD nodes within the budget; the next plan uses the new indices."""
-        moves: list[Move] = []
-        budget = self.config.max_move_tokens
         for node in sorted(self._promotable, key=lambda n: n.start):
             long_enough = len(node) >= self.config.min_extent_tokens
             if node.is_hot or not node.published or not self._is_shared(node) or not long_enough:
@@ -126,32 +123,35 @@ class HotPolicy:
             if not all(n.is_complete for n in chain):
                 continue
             for part in chain:
-                fitting = self._within(part, budget)
+                fitting = self._within(part)
                 if fitting is None:
                     break  # next step
-                if not self._promote(fitting, moves):
-                    del self._promotable[node]
+                if not self._promote(fitting):
+                    if not self.compactor.is_clearing:
+                        self.counters["extent_fallbacks"] += 1
+                        del self._promotable[node]
                     break
-                budget -= len(fitting)
-        return moves
 
-    def _within(self, node: Node, budget: int) -> Node | None:
+    def _within(self, node: Node) -> Node | None:
         """The node, or the head of one too long for any step, if it can be copied in this one."""
+        budget, storage = self.compactor.budget, self.storage
+        if node.filled_step > storage.completed_step:
+            return None  # its own copy is under way
+        if storage.window is not None and storage.window.fits(node):
+            return node if len(node) <= budget else None
         if len(node) > self.config.max_move_tokens:
-            if budget < self.config.min_extent_tokens or budget > self.storage.arena.num_free:
+            if budget < self.config.min_extent_tokens or budget > storage.arena.num_free:
                 return None
-            return self.storage.tree.split(node, budget)
-        fits = len(node) <= min(budget, self.storage.arena.num_free)
+            return storage.tree.split(node, budget)
+        fits = len(node) <= min(budget, storage.arena.num_free)
         return node if fits else None
 
-    def _promote(self, node: Node, moves: list[Move]) -> bool:
+    def _promote(self, node: Node) -> bool:
         assert node.slots is not None
         slots = node.slots.copy()
-        start = self.storage.reserve_extent(node)
+        start = self.compactor.reserve_for_copy(node)
         if start is None:
-            self.counters["extent_fallbacks"] += 1
             return False
-        moves.append(Move(slots, start))
+        self.compactor.add(Move(slots, start, "promotion"))
         self.counters["promotions"] += 1
-        self.counters["moved_tokens"] += len(node)
         return True

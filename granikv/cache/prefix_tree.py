@@ -22,7 +22,7 @@ class Node:
 
     __slots__ = (
         "parent", "children", "tokens", "start", "extent", "slots", "allocated", "published",
-        "users", "locks", "writer", "last_use", "reader_step", "hinted",
+        "users", "locks", "writer", "last_use", "reader_step", "filled_step", "hinted",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, tokens: np.ndarray, start: int):
@@ -40,6 +40,7 @@ class Node:
         self.hinted = False  # HOT for one user too: declared, or another used it recently
         self.last_use = 0.0
         self.reader_step = -1  # last launched step that may still read it after the last unlock
+        self.filled_step = -1  # the step whose moves write what it stores
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -129,7 +130,7 @@ class PrefixTree:
         head = Node(node.parent, node.tokens[:k], node.start)
         head.users, head.locks, head.writer = node.users, node.locks, node.writer
         head.last_use, head.reader_step = node.last_use, node.reader_step
-        head.hinted = node.hinted
+        head.filled_step, head.hinted = node.filled_step, node.hinted
         head.allocated, head.published = min(node.allocated, k), min(node.published, k)
         if head.allocated:
             head.extent = node.extent

@@ -9,14 +9,24 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from itertools import count as counter
+from typing import NamedTuple
 
 import numpy as np
 
 from granikv.cache.arena import TokenArena
 from granikv.cache.prefix_tree import Node, PrefixTree
-from granikv.cache.windows import cheapest_window
 
-DEMAND_COST = 4.0  # of evicting a slot that a waiting request wants, beside 1 to 2 for any
+
+class Window(NamedTuple):
+    """Slots taken for a node that is to be copied there when `step` has moved out what they hold."""
+
+    node: Node
+    start: int
+    length: int
+    step: int
+
+    def fits(self, node: Node) -> bool:
+        return self.node is node and self.length == len(node)
 
 
 class NodeStorage:
@@ -28,10 +38,12 @@ class NodeStorage:
         self.tree = PrefixTree(page_tokens)
         self.launched_step = -1
         self.completed_step = -1
-        self.num_retiring = 0
+        self.window: Window | None = None
+        self._num_retiring = 0
         self._retiring: list[tuple[int, np.ndarray]] = []  # (step that may still use them, slots)
         self._num_evictable: int | None = 0  # None: count again
         self._newest_reader_step = -1  # of nodes that nobody locks
+        self._newest_refill_step = -1
         self._victims: list[tuple[bool, float, int, Node]] = []  # heap, see evict
         self._victims_until = 0.0  # the latest use when the heap was made
         self._serial = counter()  # nodes of equal age leave in order of discovery
@@ -72,9 +84,12 @@ class NodeStorage:
         lacking = count - self.arena.num_free
         if lacking <= 0:
             return True
-        spared = sum(node.allocated for node in path if self._is_idle(node))
+        spared = sum(node.allocated for node in path if self.is_idle(node))
         if self.num_evictable() - spared < lacking:
-            return False
+            if self.window is None:
+                return False
+            self.drop_window()
+            return self.make_room(count, path)
         if path:
             self.lock(path)
         self.evict(lacking)
@@ -91,72 +106,79 @@ class NodeStorage:
         node.slots[node.allocated : upto] = slots
         node.allocated = upto
 
-    def adopt(self, node: Node, slots: np.ndarray, last_use: float) -> None:
+    def adopt(self, node: Node, slots: np.ndarray, last_use: float, filled_step: int) -> None:
         """A node without storage takes over written slots, int32 [len]."""
         node.slots, node.allocated, node.published = slots.copy(), len(slots), len(slots)
         node.last_use, node.reader_step = last_use, self.launched_step
+        node.filled_step = filled_step
         self._newest_reader_step = self.launched_step
         self._num_evictable = None
 
-    def reserve_extent(self, node: Node) -> int | None:
-        """First slot of a free extent for the node, evicting where that makes room for it.
+    # --- extents ------------------------------------------------------------------------------
 
-        None: slots in use leave no run that is long enough. A COLD node's slots return when the
-        step that copies them, the next one, has finished.
+    def assign_extent(self, node: Node, start: int) -> None:
+        """The node is HOT from the taken slot `start` on.
+
+        What a COLD one stores is copied by the next step; its slots return behind that.
         """
-        start = self.arena.allocate_extent(len(node))
-        if start is None and self._clear_window(node):
-            start = self.arena.allocate_extent(len(node))
-        if start is None:
-            return None
         if node.slots is not None:
             self.retire(node.slots[: node.allocated], self.launched_step + 1)
-            node.reader_step = self._newest_reader_step = self.launched_step + 1  # its copy
+            self._fill(node)
         node.extent, node.slots, node.allocated = start, None, len(node)
         self.tree.version += 1
         self._num_evictable = None
-        return start
 
-    def _clear_window(self, node: Node) -> bool:
-        """Evict what lies in the cheapest run of free and idle slots that holds the node."""
-        if len(node) > self.arena.num_free + self.num_evictable():
-            return False
-        path: set[Node] = set()
-        above: Node | None = node
-        while above is not None:
-            path.add(above)
-            above = above.parent
-        idle = [n for n in self.tree.nodes() if n.allocated and n not in path and self._is_idle(n)]
-        newest = max((n.last_use for n in idle), default=0.0)
-        oldest = min((n.last_use for n in idle), default=0.0)
-        cost = np.full(self.arena.num_usable, np.inf)
-        for first, end in self.arena.free_ranges():
-            cost[first:end] = 0.0
-        for other in idle:  # the newest counts twice the oldest, what somebody waits for 4 more
-            age = (other.last_use - oldest) / (newest - oldest) if newest > oldest else 0.0
-            cost[other.stored_slots()] = 1.0 + age + (DEMAND_COST if other.users else 0.0)
-        start = cheapest_window(cost, len(node))
-        if start is None:
-            return False
-        freed = 0
-        for other in idle:
-            freed += self._trim_out_of(other, start, start + len(node))
-        self.counters["evicted_tokens"] += freed
-        return True
+    def refill(self, node: Node, place: int | np.ndarray) -> None:
+        """The next step copies what an idle node stores to `place`, all or part of it.
 
-    def _trim_out_of(self, node: Node, low: int, high: int) -> int:
-        """Give back an idle node's part from its first slot in [low, high) on, and all below it."""
-        slots = node.stored_slots()
-        inside = np.flatnonzero((slots >= low) & (slots < high))
-        if not len(inside):
-            return 0
-        freed = 0
-        for below in list(self.tree.subtree(node)):
-            freed += self.trim(below, int(inside[0]) if below is node else 0)
-        for below in reversed(list(self.tree.subtree(node))):
-            if not below.allocated:
-                self.tree.prune(below)
-        return freed
+        An extent's first slot, or slots, int32 [len]. The slots left behind are the caller's.
+        """
+        if isinstance(place, np.ndarray):
+            node.slots = place
+        else:
+            node.extent = place
+        self._fill(node)
+        self._newest_refill_step = node.filled_step
+        self.tree.version += 1
+        self._num_evictable = None
+
+    def _fill(self, node: Node) -> None:
+        step = self.launched_step + 1
+        node.filled_step = node.reader_step = step
+        self._newest_reader_step = step
+
+    def demote(self, node: Node, keep: int) -> None:
+        """An idle HOT node stays so for its first `keep` tokens; the rest of it is COLD in place.
+
+        And all below it: every ancestor of a HOT node is HOT.
+        """
+        if keep:
+            self.tree.split(node, keep)
+        for below in self.tree.subtree(node):
+            if below.is_hot:
+                slots = np.full(len(below), -1, np.int32)
+                slots[: below.allocated] = below.stored_slots()
+                below.extent, below.slots = None, slots
+        self.tree.version += 1
+
+    def keep_window(self, node: Node, start: int) -> None:
+        """Taken slots, which the next step empties, wait for the node: at most one window."""
+        self.window = Window(node, start, len(node), self.launched_step + 1)
+
+    def take_window(self, node: Node) -> int | None:
+        """First slot of the window that was kept for this node, once it is empty."""
+        window = self.window
+        if window is None or not window.fits(node) or window.step > self.completed_step:
+            return None
+        self.window = None
+        return window.start
+
+    def drop_window(self) -> None:
+        """Return the window's slots: nobody waits for it, or others need them more."""
+        window, self.window = self.window, None
+        if window is not None:
+            slots = np.arange(window.start, window.start + window.length, dtype=np.int32)
+            self.retire(slots, window.step)
 
     # --- shrinking ----------------------------------------------------------------------------
 
@@ -171,12 +193,12 @@ class NodeStorage:
             else:
                 assert node.slots is not None
                 slots = node.slots[keep : node.allocated]
-            if self._is_idle(node):  # last read by a finished step: its slots come free at once
+            if self.is_idle(node):  # last read by a finished step: its slots come free at once
                 self.retire(slots, self.completed_step)
                 if self._num_evictable is not None:
                     self._num_evictable -= freed
             else:
-                self.retire(slots, self.launched_step)
+                self.retire(slots, max(self.launched_step, node.filled_step))
             node.allocated, node.published = keep, min(node.published, keep)
             if not keep:
                 node.extent = node.slots = None
@@ -184,14 +206,24 @@ class NodeStorage:
                 self.tree.version += 1
         return freed
 
-    def _is_idle(self, node: Node) -> bool:
+    def evict_from(self, node: Node, keep: int) -> None:
+        """Evict an idle node behind its first `keep` tokens, and all below it."""
+        freed = 0
+        for below in list(self.tree.subtree(node)):
+            freed += self.trim(below, keep if below is node else 0)
+        for below in reversed(list(self.tree.subtree(node))):
+            if not below.allocated:
+                self.tree.prune(below)
+        self.counters["evicted_tokens"] += freed
+
+    def is_idle(self, node: Node) -> bool:
         """An idle node's descendants are idle: they are unlocked with it or before it."""
         return node.locks == 0 and node.reader_step <= self.completed_step
 
     def num_evictable(self) -> int:
         """Slots that evict() can free now."""
         if self._num_evictable is None:
-            self._num_evictable = sum(n.allocated for n in self.tree.nodes() if self._is_idle(n))
+            self._num_evictable = sum(n.allocated for n in self.tree.nodes() if self.is_idle(n))
         return self._num_evictable
 
     def evict(self, count: int) -> int:
@@ -221,7 +253,7 @@ class NodeStorage:
 
     def _is_victim(self, node: Node) -> bool:
         stored = node.allocated > 0 and node.parent is not None
-        return stored and self._is_idle(node) and not node.has_stored_children
+        return stored and self.is_idle(node) and not node.has_stored_children
 
     def _offer(self, node: Node) -> None:
         if self._is_victim(node):
@@ -252,19 +284,23 @@ class NodeStorage:
                 return None
         return None
 
-    def forget_extents(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Drop what is stored in the slot ranges [start, end): a failed step did not fill them.
+    def forget_moves(self, step_id: int) -> None:
+        """Drop what the moves of a failed step did not write.
 
         And all below it: nothing is stored behind a gap, whose reader would miss those slots.
         """
         for node in list(self.tree.nodes()):
-            extent = node.extent
-            if extent is not None and any(low <= extent < high for low, high in ranges):
+            if node.filled_step == step_id:
                 for below in list(self.tree.subtree(node)):
                     self.trim(below, 0)
                     self.tree.prune(below)
 
     # --- retirement ---------------------------------------------------------------------------
+
+    @property
+    def num_retiring(self) -> int:
+        """Slots that no node stores and that are not free yet: a kept window is among them."""
+        return self._num_retiring + (self.window.length if self.window is not None else 0)
 
     def retire(self, slots: np.ndarray, step: int) -> None:
         """Return slots, int32 [count], once every step up to `step` has finished."""
@@ -274,7 +310,7 @@ class NodeStorage:
             self.arena.free_slots(slots)
             return
         self._retiring.append((step, slots))
-        self.num_retiring += len(slots)
+        self._num_retiring += len(slots)
 
     def step_launched(self, step_id: int) -> None:
         self.launched_step = step_id
@@ -283,12 +319,16 @@ class NodeStorage:
         """Every step up to `step_id` has finished: what they read may be reused."""
         if self._newest_reader_step > self.completed_step:
             self._num_evictable = None  # nodes that only a finished step still read are idle now
+        if self._newest_refill_step > self.completed_step:
+            self._victims = []  # its moves left nodes idle that are older than those
+        if self.window is not None and self.window.step < step_id:
+            self.drop_window()  # a step could have used it
         self.completed_step = step_id
         still = []
         for step, slots in self._retiring:
             if step <= step_id:
                 self.arena.free_slots(slots)
-                self.num_retiring -= len(slots)
+                self._num_retiring -= len(slots)
             else:
                 still.append((step, slots))
         self._retiring = still

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
-from granikv.demo.reference import NEAR_TIE, Difference, Reference
+from granikv.demo.reference import (
+    NEAR_TIE,
+    Difference,
+    Reference,
+    import_torch_with_sleeping_threads,
+    load_reference,
+)
 from granikv.demo.report import print_table, write_report
 from granikv.demo.runner import LAYOUTS, Response, RunResult, run_layout
 from granikv.demo.workload import AGENTS, MAX_ROUNDS
@@ -15,9 +23,7 @@ from granikv.outputs import check_output_folder
 NEAR_TIE_LIMIT = 0.02  # of the responses compared
 
 
-def compare(
-    runs: list[RunResult], reference: Reference | None, load_reference
-) -> tuple[list[Difference], Reference | None]:
+def compare(runs: list[RunResult], get_reference: Callable[[], Reference]) -> list[Difference]:
     """Differences between both runs. A conversation is compared up to its first difference:
     from there on its prompts differ."""
     differences: list[Difference] = []
@@ -26,9 +32,8 @@ def compare(
         if ours.error or other.error or ours.agent in parted or ours.text == other.text:
             continue
         parted.add(ours.agent)
-        reference = reference or load_reference()
-        differences.append(judge(ours, other.text, reference))
-    return differences, reference
+        differences.append(judge(ours, other.text, get_reference()))
+    return differences
 
 
 def judge(ours: Response, expected: str, reference: Reference) -> Difference:
@@ -38,39 +43,43 @@ def judge(ours: Response, expected: str, reference: Reference) -> Difference:
     )
 
 
-def compare_with_transformers(run: RunResult, reference: Reference) -> list[Difference]:
+def compare_with_transformers(
+    run: RunResult, reference: Reference, console: Console
+) -> list[Difference]:
     limits = {agent.name: agent.max_tokens for agent in AGENTS}
+    answered = [response for response in run.responses if not response.error]
     differences = []
-    for response in run.responses:
-        if response.error:
-            continue
-        expected = reference.decode(reference.greedy(response.prompt, limits[response.agent]))
+    for number, response in enumerate(answered, 1):
+        ids = reference.greedy(response.prompt, limits[response.agent], draft=response.text)
+        expected = reference.decode(ids)
         if response.text.strip() != expected.strip():
             differences.append(judge(response, expected, reference))
+        console.print(f"transformers: {number}/{len(answered)} answers checked")
     return differences
 
 
 def run_demo(short: bool, folder: Path, console: Console | None = None) -> int:
     """0 when every response arrived and the answers matched, else 1. Raises InvalidArgument when
     the report could not be written to `folder`, and what starting a server raises."""
-    from granikv.models import embedded
-
     check_output_folder("--out", folder)
     console = console or Console()
+    import_torch_with_sleeping_threads()
     num_agents, num_rounds = (4, 1) if short else (len(AGENTS), MAX_ROUNDS)
     console.print(f"{num_agents} agents that share a handbook, {num_rounds} round(s)")
     runs = [run_layout(layout, num_agents, num_rounds, console, folder) for layout in LAYOUTS]
 
-    def load_reference() -> Reference:
-        console.print("Loading the same model in transformers as the reference")
-        return Reference(Path(embedded.find_embedded()))
+    @functools.cache
+    def get_reference() -> Reference:
+        from granikv.models.embedded import find_embedded
+
+        console.print("transformers: loading the same model as the reference")
+        return load_reference(find_embedded())
 
     failed = [r for run in runs for r in run.responses if r.error]
-    differences, reference = compare(runs, None, load_reference)
+    differences = compare(runs, get_reference)
     num_compared = len(runs[0].responses)
     if short:
-        reference = reference or load_reference()
-        differences += compare_with_transformers(runs[0], reference)
+        differences += compare_with_transformers(runs[0], get_reference(), console)
         num_compared += len(runs[0].responses)
     wrong = [d for d in differences if not d.near_tie]
     num_ties = len(differences) - len(wrong)

@@ -24,13 +24,18 @@ def take_rows(plan: StepPlan, prompt_lens: Any, sampler: Any) -> None:
 
 
 def apply_moves(plan: StepPlan, arenas: Sequence[torch.Tensor]) -> None:
-    """Copy scattered slots to a contiguous range, in every layer, before append.
+    """Copy slots in every layer, before append: one copy per layer, however many moves.
 
-    arenas: each [num_layers, capacity, Hkv, D].
+    arenas: each [num_layers, capacity, Hkv, D]. All sources are read before a destination is
+    written; the plan keeps them disjoint.
     """
-    for move in plan.moves:
-        source = torch.from_numpy(np.asarray(move.src_slots, dtype=np.int64)).to(arenas[0].device)
-        target = slice(move.dst_start, move.dst_start + move.length)
-        for arena in arenas:
-            for layer in arena:
-                layer[target] = layer[source]
+    if not plan.moves:
+        return
+    targets = [np.arange(move.dst_start, move.dst_start + move.length) for move in plan.moves]
+    device = arenas[0].device
+    sources = np.concatenate([move.src_slots for move in plan.moves]).astype(np.int64)
+    source = torch.from_numpy(sources).to(device)
+    target = torch.from_numpy(np.concatenate(targets)).to(device)
+    for arena in arenas:
+        for layer in arena:
+            layer.index_copy_(0, target, layer.index_select(0, source))

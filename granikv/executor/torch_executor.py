@@ -20,6 +20,7 @@ from granikv.config import EngineConfig, ModelConfig
 from granikv.core import Count, StepOutput, StepPlan
 from granikv.errors import InvalidArgument
 from granikv.executor.step_setup import apply_moves, take_rows
+from granikv.models.layers import RotaryTable
 
 MEMORY_SHARE = 0.9  # of the machine's
 SLOT_BYTES = 4  # int32
@@ -29,6 +30,11 @@ class Decoder(Protocol):
     """A decoder-only model; forward(token_ids [T], positions [T], attend, sample_rows [S])."""
 
     config: ModelConfig
+    rope_in_attend: bool
+
+    @property
+    def rotary(self) -> RotaryTable | None:
+        """Its angles, so that attend can rotate q and k; None: it always does so itself."""
 
     def forward(self, token_ids, positions, attend, sample_rows) -> torch.Tensor:
         """Logits fp32 [S, vocab]; attend(layer, q, k, v) is called once per layer, in order."""
@@ -70,6 +76,9 @@ class TorchExecutor:
         self.last_sampled = torch.zeros(engine_config.max_requests, dtype=torch.int64)
         self.prompt_lens = torch.zeros(engine_config.max_requests, dtype=torch.int64)
         self.attention = CpuAttention(model, self.k_arena, self.v_arena, self.request_slots)
+        if self.attention.use_native and decoder.rotary is not None:
+            self.attention.rope = (decoder.rotary.cos, decoder.rotary.sin)
+            decoder.rope_in_attend = True
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="granikv-executor")
 
     def launch(self, plan: StepPlan) -> Future[StepOutput]:

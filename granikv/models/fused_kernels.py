@@ -1,10 +1,18 @@
-"""Triton kernels of `granikv.models.fused`: a row per program, no reduction across programs."""
+"""Triton kernels of `granikv.models.fused`: a row per program, no reduction across programs.
+
+PDL: the launch may start before the one in front of it has ended, and waits for it before it reads
+what that one wrote (compute capability 9 and up).
+"""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
 import triton.language as tl
+
+from granikv.attention.kernels.common import wait_for_previous
 
 
 @triton.jit
@@ -19,10 +27,13 @@ def add_rms_norm_kernel(
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_X: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     keep = n < N
+    weight = tl.load(weight_ptr + n, mask=keep, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
     total = tl.load(delta_ptr + row * delta_stride + n, mask=keep, other=0.0).to(tl.float32)
     if HAS_X:
         total += tl.load(x_ptr + row * N + n, mask=keep, other=0.0).to(tl.float32)
@@ -30,7 +41,6 @@ def add_rms_norm_kernel(
         tl.store(total_ptr + row * N + n, rounded, mask=keep)
         total = rounded.to(tl.float32)  # what the next layer adds to, not more than that
     scale = tl.rsqrt(tl.sum(total * total, axis=0) / N + eps)
-    weight = tl.load(weight_ptr + n, mask=keep, other=0.0).to(tl.float32)
     normed = (total * scale * weight).to(normed_ptr.dtype.element_ty)
     tl.store(normed_ptr + row * N + n, normed, mask=keep)
 
@@ -41,7 +51,9 @@ def silu_mul_kernel(
     out_ptr,  # [T, F]
     F: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     keep = f < F
@@ -58,10 +70,11 @@ def add_rms_norm(
     rows, width = delta.shape
     normed = torch.empty(rows, width, dtype=delta.dtype, device=delta.device)
     total = delta if x is None else torch.empty_like(normed)
-    block = triton.next_power_of_2(width)
+    block, pdl = triton.next_power_of_2(width), _has_pdl(delta.device)
     add_rms_norm_kernel[(rows,)](
         delta, delta if x is None else x, weight, normed, total, eps, delta.stride(0),
-        N=width, BLOCK_N=block, HAS_X=x is not None, num_warps=8 if block >= 4096 else 4,
+        N=width, BLOCK_N=block, HAS_X=x is not None, PDL=pdl, launch_pdl=pdl,
+        num_warps=8 if block >= 4096 else 4,
     )  # fmt: skip
     return normed, total
 
@@ -70,7 +83,14 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See granikv.models.fused.silu_mul; gate_up is contiguous."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    block = 1024
+    block, pdl = 1024, _has_pdl(gate_up.device)
     grid = (rows, triton.cdiv(width, block))
-    silu_mul_kernel[grid](gate_up, out, F=width, BLOCK_F=block, num_warps=4)
+    silu_mul_kernel[grid](
+        gate_up, out, F=width, BLOCK_F=block, PDL=pdl, launch_pdl=pdl, num_warps=4
+    )
     return out
+
+
+@functools.cache
+def _has_pdl(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

@@ -15,6 +15,7 @@ MAX_PLAIN_ROWS = 2  # so few rows are read at memory speed by the plain product 
 # Small matrices are kept in both layouts (a third more memory for a small model, nothing for a
 # large one): packed ones lose up to half at one row, plain ones at 16.
 MAX_BOTH_ELEMENTS = 2**21
+HALF = (torch.bfloat16, torch.float16)
 MIN_PACKED_ELEMENTS = 2**16  # a smaller matrix is all call overhead
 
 
@@ -46,3 +47,9 @@ class Linear:
         if self.weight is not None and (self.packed is None or x.shape[0] <= MAX_PLAIN_ROWS):
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+    def in_fp32(self, x: torch.Tensor) -> torch.Tensor:
+        """The same in float32. On a GPU the product itself writes it, from its fp32 sums."""
+        if self.weight is not None and self.bias is None and x.is_cuda and x.dtype in HALF:
+            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+        return self(x).float()

@@ -102,4 +102,4 @@ class Decoder:
             normed, x = add_rms_norm(layer.out(out), x, layer.post_norm, eps)
             delta = layer.down(silu_mul(layer.gate_up(normed)))
         normed, _ = add_rms_norm(delta, x, self.final_norm, eps)
-        return self.lm_head(normed).float()
+        return self.lm_head.in_fp32(normed)

@@ -7,12 +7,14 @@ is dropped. Times are in seconds.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -20,10 +22,12 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from granikv.errors import InvalidArgument, NotFound, Unavailable
+from granikv.processes import start_owned
 
 QUANTILES = (50, 90, 95, 99)
 # sonames that the tritonclient wheel's binary needs and the nvidia-pytriton wheel carries
@@ -142,6 +146,7 @@ def run(
 ) -> Samples:
     """One measurement against url (host:port of gRPC).
 
+    timeout_s: of one attempt.
     request_count: at least; raised to the concurrency or rate, which is the tool's minimum.
     attempts: how often it may measure until it ends in time with a readable export; unreadable
     ones do not happen when the server was started on make_load_test_repository. Raises Unavailable with the tool's last words.
@@ -156,6 +161,22 @@ def run(
     return _run(find_perf_analyzer(), arguments, timeout_s, attempts)
 
 
+def _run_group(
+    command: list[str], timeout_s: float, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """subprocess.run with the output as text. When it does not end, or the wait for it is broken
+    off, its whole process group is killed. Raises TimeoutExpired."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with start_owned(command, start_new_session=True, **pipes, **options) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
 def _run(binary: Path, arguments: list[str], timeout_s: float, attempts: int) -> Samples:
     with tempfile.TemporaryDirectory(prefix="granikv_perf_") as folder:
         link_libraries(Path(folder) / "lib")
@@ -164,14 +185,7 @@ def _run(binary: Path, arguments: list[str], timeout_s: float, attempts: int) ->
         libraries = [f"{folder}/lib", os.environ.get("LD_LIBRARY_PATH", "")]
         environment = dict(os.environ, LD_LIBRARY_PATH=os.pathsep.join(p for p in libraries if p))
         try:
-            done = subprocess.run(
-                command,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=timeout_s,
-                cwd=folder,
-            )
+            done = _run_group(command, timeout_s, env=environment, cwd=folder)
         except subprocess.TimeoutExpired:
             if attempts > 1:  # it hung once in dozens of short runs, for a reason not found
                 return _run(binary, arguments, timeout_s, attempts - 1)

@@ -12,6 +12,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -25,7 +26,9 @@ from typing import TextIO
 from granikv import env
 from granikv.errors import InvalidArgument
 
+FOLDER_PREFIX = "granikv_"  # of temporary folders
 LOCK = "launcher.lock"
+SHM_PREFIX = re.compile(r"granikv_\d+_[0-9a-f]+_")  # server_handle.py makes it
 FAILURE = "stub.failure"
 STATE_FILES = ("stub.pid", "engine.pid", "engine.drained", FAILURE)
 LINKS = "home"  # of the server's backend; see tritonserver.py
@@ -42,8 +45,9 @@ class RunDir:
     """
 
     def __init__(self, wanted: Path | None = None):
+        remove_stale_folders()
         self.is_temporary = wanted is None
-        self.path = Path(wanted or tempfile.mkdtemp(prefix="granikv_")).absolute()
+        self.path = Path(wanted or tempfile.mkdtemp(prefix=FOLDER_PREFIX)).absolute()
         self.lock_path = self.path / LOCK
         if len(os.fsencode(f"{self.path}{LONGEST_SOCKET}")) > MAX_SOCKET_PATH:
             limit = MAX_SOCKET_PATH - len(LONGEST_SOCKET)
@@ -60,6 +64,7 @@ class RunDir:
                     expected = f"a folder to write in that no other launcher has ({problem})"
                     raise InvalidArgument("GRANIKV_RUN_DIR", str(wanted), expected) from None
             time.sleep(0.1)
+        remove_shared_memory(noted_prefix(self.lock_path))  # of a launcher that was killed
         self.clean()
 
     def note(self, shm_prefix: str) -> None:
@@ -115,6 +120,27 @@ def remove_folder(path: Path, is_temporary: bool) -> None:
         return
     remove_state(path)
     shutil.rmtree(path / LINKS, ignore_errors=True)
+
+
+def remove_stale_folders() -> None:
+    """Temporary folders, and the shared memory, of this user's launchers that were killed together
+    with everything that would have removed them: folders whose lock nobody holds."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*/{LOCK}"):
+        with contextlib.suppress(OSError):
+            if lock.parent.lstat().st_uid != os.getuid() or lock.parent.is_symlink():
+                continue
+            with lock_file(lock):
+                remove_shared_memory(noted_prefix(lock))
+                remove_folder(lock.parent, is_temporary=True)
+
+
+def noted_prefix(lock: Path) -> str:
+    """The shared memory's prefix that the lock's last launcher noted; "" for none."""
+    try:
+        prefix = json.loads(lock.read_text())["shm_prefix"]
+        return prefix if SHM_PREFIX.fullmatch(prefix) else ""
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
 
 
 def remove_shared_memory(prefix: str) -> None:

@@ -22,7 +22,8 @@ from pathlib import Path
 from granikv.errors import InvalidArgument, NotFound
 
 ERROR_LINE = re.compile(r"^E\d{4} |\berror:|Error: ", re.IGNORECASE)
-PORTS_PATIENCE_S = 3.0
+HARMLESS = "CudaDriverHelper has not been initialized"  # of every start without a GPU
+PORTS_PATIENCE_S = 0.6  # a killed server ends at once
 MAX_REASON = 1000  # characters of a log in an error
 
 
@@ -70,22 +71,38 @@ class ServerAddress:
 def check_ports(address: ServerAddress) -> None:
     """Raises InvalidArgument for a host that is none or a port that is taken, also a moment later:
     a server that just ended, or whose launcher was killed, may still hold its ports."""
+    deadline = time.monotonic() + PORTS_PATIENCE_S
     for name, port in address.ports.items():
-        deadline = time.monotonic() + PORTS_PATIENCE_S
-        while True:
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind((address.host, port))
-                    break
-                except OSError as error:
-                    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-                        expected = f"an address of this machine ({error.strerror})"
-                        raise InvalidArgument("host", address.host, expected) from None
-                    if time.monotonic() > deadline:
-                        expected = f"a free port of {address.host} ({error.strerror})"
-                        raise InvalidArgument(name, port, expected) from None
-            time.sleep(0.1)
+        while (error := _bind_error(address.host, port)) is not None:
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                expected = f"an address of this machine ({error.strerror})"
+                raise InvalidArgument("host", address.host, expected)
+            if time.monotonic() > deadline:
+                expected = f"a free port of {address.host} ({error.strerror})"
+                raise InvalidArgument(name, port, expected)
+            time.sleep(0.05)
+
+
+def _bind_error(host: str, port: int) -> OSError | None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error
+    return None
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports that were free a moment ago, all different."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for item in sockets:
+            item.bind((host, 0))
+        return [item.getsockname()[1] for item in sockets]
+    finally:
+        for item in sockets:
+            item.close()
 
 
 def last_errors(log_path: Path, start: int = 0) -> str:
@@ -93,7 +110,8 @@ def last_errors(log_path: Path, start: int = 0) -> str:
     with log_path.open("rb") as log:
         log.seek(start)
         lines = log.read().decode(errors="replace").splitlines()
-    return " | ".join(line.strip() for line in lines if ERROR_LINE.search(line))[-MAX_REASON:]
+    errors = [line.strip() for line in lines if ERROR_LINE.search(line) and HARMLESS not in line]
+    return " | ".join(errors)[-MAX_REASON:]
 
 
 def find_tritonserver(home: Path) -> TritonInstallation:

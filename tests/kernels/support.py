@@ -83,6 +83,9 @@ class Step:
         self.q = (torch.randn(total + padding, heads[0], dim) * scale).to(dtype)
         self.new_k = torch.randn(total + padding, heads[1], dim).to(dtype)
         self.new_v = torch.randn(total + padding, heads[1], dim).to(dtype)
+        first: dict[int, int] = {}  # row of each slot: who recompute one token write the same to it
+        writer = [first.setdefault(int(s), i) for i, s in enumerate(self.plan.slot_mapping[:total])]
+        self.new_k[:total], self.new_v[:total] = self.new_k[writer], self.new_v[writer]
 
     def _request(self, i: int) -> int:
         return MAX_REQUESTS - 1 - i

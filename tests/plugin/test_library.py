@@ -45,6 +45,19 @@ def test_creators_and_fields(host, library):
     ]
 
 
+def test_only_entry_points_are_exported_and_no_cpp_library_is_needed(library):
+    """Else a library of the process that exports its own std:: symbols takes the place of ours:
+    seen with CUDA's, where the first string stream crashed."""
+    table = subprocess.run(["nm", "-D", library], capture_output=True, text=True, check=True)
+    symbols = [line.split()[-2:] for line in table.stdout.splitlines()]
+    exported = {name for kind, name in symbols if kind not in "Uw"}
+    entry = re.compile("getCreators|setLoggerFinder|initGraniKVPlugins|granikv[A-Z][A-Za-z]+")
+    assert "getCreators" in exported and "granikvBindArenas" in exported
+    assert [name for name in exported if not entry.fullmatch(name)] == []
+    needed = {name for kind, name in symbols if kind in "Uw"}
+    assert [name for name in needed if name.startswith(("_ZS", "_ZNS", "_ZNKS", "_ZT"))] == []
+
+
 @pytest.mark.parametrize("extra", [{}, {"sm_scale": "f32:0.25"}])
 def test_fields_survive_clone_and_serialisation(host, library, extra):
     fields = GOOD | {"num_kv_heads": "i64:3"} | extra

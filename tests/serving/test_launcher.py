@@ -14,7 +14,7 @@ import pytest
 
 from granikv.errors import InvalidArgument, Unavailable
 from granikv.serving.launcher import free_ports, main
-from granikv.serving.run_dir import LOCK, RunDir
+from granikv.serving.run_dir import LOCK, RunDir, noted_prefix
 from granikv.serving.server_check import read_parameters
 from granikv.serving.settings import read_settings
 from granikv.serving.tritonserver import (
@@ -68,6 +68,13 @@ def kill_and_expect_nothing_left(process: subprocess.Popen, run_dir: Path) -> No
     assert wait_until(lambda: [path.name for path in run_dir.iterdir()] == [LOCK], 5)
 
 
+def expect_nothing_after_the_next_launcher(run_dir: Path, prefix: str) -> None:
+    """For a launcher that died with, or before, those who would have removed its files."""
+    assert wait_until(lambda: not processes_of(run_dir), 5), processes_of(run_dir)
+    RunDir(run_dir).close()
+    assert not shm_files(prefix) and [path.name for path in run_dir.iterdir()] == [LOCK]
+
+
 @pytest.fixture
 def run_dir(tmp_path, monkeypatch):
     monkeypatch.setenv("GRANIKV_RUN_DIR", str(tmp_path / "run"))
@@ -111,7 +118,10 @@ def test_a_launcher_killed_during_the_start_leaves_nothing(tmp_path, run_dir, se
     process = launcher(engine, f"--log={tmp_path / 'server.log'}")
     words = {"server": "model-repository", "engine": "engine_process"}[seen]
     assert wait_until(lambda: any(words in c for c in processes_of(run_dir).values()), 30)
-    kill_and_expect_nothing_left(process, run_dir)
+    prefix = shm_prefix(run_dir)
+    process.kill()
+    process.wait()
+    expect_nothing_after_the_next_launcher(run_dir, prefix)
 
 
 @needs_triton
@@ -132,6 +142,20 @@ def test_a_server_without_a_launcher_lives_alone(tmp_path, run_dir):
     finally:
         server.terminate()
         assert server.wait(30) == 0
+
+
+@needs_triton
+def test_nothing_runs_on_when_launcher_and_stub_are_killed_at_once(tmp_path, run_dir):
+    """Nobody is left to remove files: the folder's next launcher does it."""
+    process = launcher(f"--log={tmp_path / 'server.log'}")
+    ready = read_ready(process)
+    prefix = shm_prefix(run_dir)
+    assert shm_files(prefix)
+    process.send_signal(signal.SIGSTOP)  # it does not see the stub's death first
+    os.kill(int(ready["stub"]), signal.SIGKILL)
+    process.kill()
+    process.wait()
+    expect_nothing_after_the_next_launcher(run_dir, prefix)
 
 
 def is_answered(url: str) -> bool:
@@ -172,6 +196,31 @@ def test_a_temporary_folder_goes_with_its_launcher():
     assert folder.lock_path.exists()
     folder.close()
     assert not folder.path.exists()
+
+
+def test_temporary_folders_of_killed_launchers_go_at_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    memory = Path("/dev/shm/granikv_1_0123abcd_region")
+    memory.write_text("")
+    killed = {
+        "granikv_early": "",
+        "granikv_late": json.dumps({"shm_prefix": "granikv_1_0123abcd_"}),
+    }
+    for name, note in killed.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / LOCK).write_text(note)
+    (tmp_path / "granikv_other").mkdir()  # no launcher's
+    living = RunDir()
+    RunDir().close()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"granikv_other", living.path.name} and not memory.exists()
+    living.close()
+
+
+def test_a_note_names_only_files_of_ours(tmp_path):
+    for note in ("", "[]", "{}", '{"shm_prefix": ""}', '{"shm_prefix": "x"}', '{"shm_prefix": 3}'):
+        (tmp_path / LOCK).write_text(note)
+        assert noted_prefix(tmp_path / LOCK) == ""
 
 
 def test_a_folder_has_one_launcher(tmp_path, monkeypatch):
@@ -251,6 +300,9 @@ def test_last_errors_are_those_of_this_server(tmp_path):
     log.write_text("E0101 00:00:00 1 old.cc:1] an old error\n")
     start = log.stat().st_size
     assert last_errors(log, start) == ""
+    no_gpu = 'E0101 00:00:00 1 server.cc:241] "CudaDriverHelper has not been initialized."\n'
+    log.write_text(log.read_text() + no_gpu)
+    assert last_errors(log, start) == ""
     log.write_text(log.read_text() + "I0101 fine\nE0101 00:00:01 1 new.cc:1] a new error\n")
     assert last_errors(log, start) == "E0101 00:00:01 1 new.cc:1] a new error"
 
@@ -302,7 +354,7 @@ def expect_refusal(monkeypatch, capsys, arguments: list[str], *words: str, code:
     def popen(command, *_, **__):
         raise AssertionError(f"started {command}")
 
-    monkeypatch.setattr("granikv.serving.launcher.subprocess.Popen", popen)
+    monkeypatch.setattr("subprocess.Popen", popen)
     ports = [f"--{name}-port={port}" for name, port in zip(PORTS, free_ports(3), strict=True)]
     try:
         ended = main(ports + arguments)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
 from granikv.errors import NotFound, Unavailable
 from granikv.serving.perf_analyzer import (
     Load,
+    _run,
     find_perf_analyzer,
     make_load_test_repository,
     parse_profile,
@@ -16,8 +18,10 @@ from granikv.serving.perf_analyzer import (
     write_input_file,
     write_interval_file,
 )
+from granikv.serving.server_handle import is_running
 from granikv.serving.tritonserver import find_model_repository
 from tests.serving.conftest import FAKE_ENV, start_server
+from tests.serving.http_text import wait_until
 
 
 def test_parse_profile_drops_the_empty_final_response():
@@ -63,6 +67,24 @@ def test_load_test_repository_declares_one_output(tmp_path):
     assert (repository / "granikv" / "1" / "model.py").is_file()
 
 
+@pytest.mark.timeout(60)
+def test_a_measurement_that_does_not_end_is_killed_with_its_children(tmp_path):
+    """The child keeps the pipes open, so that killing the tool alone would not be enough."""
+    pids = tmp_path / "pids"
+    tool = tmp_path / "perf_analyzer"
+    tool.write_text(f"#!/bin/sh\nsleep 600 &\necho $$ $! >> {pids}\nwait\n")
+    tool.chmod(0o755)
+    started = time.monotonic()
+    with pytest.raises(Unavailable, match="did not end within 1 s"):
+        _run(tool, [], timeout_s=1.0, attempts=2)
+    assert time.monotonic() - started < 20
+    attempts = pids.read_text().splitlines()
+    assert len(attempts) == 2
+    for pid in map(int, " ".join(attempts).split()):
+        assert wait_until(lambda pid=pid: not is_running(pid), 5)
+
+
+@pytest.mark.timeout(180)
 def test_perf_analyzer_measures_streams(tmp_path):
     """Every run's export is readable when the model declares only what each response has."""
     try:
@@ -84,6 +106,7 @@ def test_perf_analyzer_measures_streams(tmp_path):
             assert report["responses_per_s"] > report["requests_per_s"]
 
 
+@pytest.mark.timeout(240)
 def test_bench_serve_measures_both_layouts_in_turns(tmp_path, monkeypatch):
     from rich.console import Console
 

@@ -129,3 +129,23 @@ def test_a_taken_port_is_a_clear_error():
         with pytest.raises(InvalidArgument, match=f"metrics_port.*{port}"):
             handle.start()
         handle.close()
+
+
+def test_a_taken_port_is_told_before_anything_is_loaded():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        script = (
+            "import sys\n"
+            "from granikv.serving.launcher import main\n"
+            "code = main(sys.argv[1:])\n"
+            "print('torch' in sys.modules)\n"
+            "sys.exit(code)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script, f"--http-port={port}", "--model=/nowhere"],
+            capture_output=True, text=True, cwd=ROOT, timeout=30,
+        )  # fmt: skip
+    assert done.returncode == 2 and "http_port: expected a free port" in done.stderr
+    assert done.stdout == "False\n"

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from granikv import chat, inspection
 from granikv.cli import app
+from granikv.cli_common import print_sections
 from granikv.errors import InvalidArgument, Unavailable
 from granikv.outputs import check_output_file
 
@@ -21,6 +22,12 @@ LEAVES = {
     **{n: c for n, c in COMMANDS.commands.items() if n != "bench"},
     **{f"bench {n}": c for n, c in COMMANDS.commands["bench"].commands.items()},
 }
+
+
+@pytest.fixture(autouse=True)
+def ports_are_free(monkeypatch):
+    """Also where a server runs on the default ones."""
+    monkeypatch.setattr("granikv.serving.server_handle.check_ports", lambda address: None)
 
 
 def run(*arguments, **kwargs):
@@ -124,7 +131,7 @@ def test_a_bad_setting_is_refused_by_every_command_alike(
     def popen(command, *_, **__):
         raise AssertionError(f"started {command}")
 
-    monkeypatch.setattr("granikv.serving.launcher.subprocess.Popen", popen)
+    monkeypatch.setattr("subprocess.Popen", popen)
     (tmp_path / "file").write_text("[1, 2]")
     file = str(tmp_path / "file")
     result = run(*command.split(), "--set", setting.format(file=file))
@@ -135,7 +142,7 @@ def test_a_bad_setting_is_refused_by_every_command_alike(
 
 
 def test_a_bad_variable_is_refused_before_a_demo_starts_servers(monkeypatch, tmp_path):
-    monkeypatch.setattr("granikv.serving.launcher.subprocess.Popen", None)
+    monkeypatch.setattr("subprocess.Popen", None)
     result = run("demo", "--out", str(tmp_path), env={"GRANIKV_LOG_PLAN": "maybe"})
     assert result.exit_code == 2 and "GRANIKV_LOG_PLAN: expected 0 or 1" in result.stderr
 
@@ -257,8 +264,20 @@ def test_profile_facts(tmp_path):
     assert "unreadable" in inspection.profile_facts(config, None)["state"]
     record = {
         "date": "2020-01-01T00:00:00+00:00", "device": "x", "num_threads": 2, "torch": "2",
-        "read_gb_per_s": 1.0, "gflops": 2.0, "warnings": ["w"],
+        "read_gb_per_s": 1.0, "gflops": 2.0, "warnings": ["a is slow", "b is slow"],
     }  # fmt: skip
     path.write_text(json.dumps(record))
     facts = inspection.profile_facts(config, None)
-    assert facts["warnings"] == 1 and "days" in facts["age"]
+    assert facts["warnings"] == ["a is slow", "b is slow"] and "days" in facts["age"]
+
+
+def test_inspect_shows_every_warning_of_a_profile(capsys):
+    print_sections({"profile": {"warnings": ["a is slow", "b is slow"]}, "other": {"warnings": []}})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["warnings", "a", "is", "slow"] in lines and ["b", "is", "slow"] in lines
+    assert ["warnings", "none"] in lines
+
+
+def test_build_takes_a_file_or_a_folder():
+    (checkpoint,) = [p for p in LEAVES["build"].params if p.name == "checkpoint"]
+    assert checkpoint.metavar == "PATH"

@@ -57,6 +57,16 @@ def test_unknown_names_are_found():
     assert env.unknown({"GRANIKV_LOGPLAN": "1", "GRANIKV_LOG_PLAN": "1"}) == ["GRANIKV_LOGPLAN"]
 
 
+def test_set_variables_are_told_from_defaults():
+    unset = env.describe({"GRANIKV_NATIVE": ""})
+    assert set(unset) == set(env.VARIABLES)
+    assert unset["GRANIKV_NATIVE"] == "default (True)" and unset["GRANIKV_PYTHON"] == "not set"
+    assert unset["GRANIKV_LOG_PLAN"] == "default (False)"
+    assert env.describe({"GRANIKV_NATIVE": "1"})["GRANIKV_NATIVE"] == "True"
+    with pytest.raises(InvalidArgument):
+        env.describe({"GRANIKV_NATIVE": "perhaps"})
+
+
 def test_every_variable_is_documented():
     text = (ROOT / "README.md").read_text()
     for name in env.VARIABLES:

@@ -17,7 +17,7 @@ MODEL = ModelConfig("llama", 2, 16, 16, 4, 2, 8, 23, 64)
 class TinyDecoder:
     """Embedding, two attention layers with a residual, output by the embedding's transpose."""
 
-    config = MODEL
+    config, rotary, rope_in_attend = MODEL, None, False
 
     def __init__(self):
         generator = torch.Generator().manual_seed(0)

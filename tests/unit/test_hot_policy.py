@@ -139,7 +139,7 @@ def test_a_failed_promotion_is_forgotten_also_behind_a_split():
     cache.step_completed(0)
     for request in pair:
         cache.release(request)
-    cache.drop_moves(moves)
+    cache.forget_moves(0)
     assert sum(node.published for node in cache.path(late)) == 0
     cache.check_conservation([])
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from granikv.attention import native
-from granikv.attention.native import Heads, Span, Spans
+from granikv.attention.native import Heads, Rows, RowShape, Span, Spans
+from granikv.models.layers import RotaryTable
 
 needs_compiler = pytest.mark.skipif(
     native.library() is None, reason="no C++ compiler found: install g++ to build the CPU kernel"
@@ -91,9 +92,65 @@ def test_scores_far_apart_do_not_overflow():
 
 
 @needs_compiler
+@pytest.mark.parametrize("num_rows", [1, 5, 200])
+@pytest.mark.parametrize("num_kv_heads, group, dim", [(3, 3, 64), (1, 1, 20), (2, 7, 128)])
+def test_append_rotates_and_writes_only_its_slots(num_kv_heads, group, dim, num_rows):
+    generator, rng = torch.Generator().manual_seed(num_rows), np.random.default_rng(num_rows)
+    heads, capacity = num_kv_heads * group, 300
+    packed = torch.randn(num_rows, heads + 2 * num_kv_heads, dim, generator=generator)
+    q, k, v = packed.split([heads, num_kv_heads, num_kv_heads], 1)
+    slots = rng.permutation(capacity)[:num_rows]
+    table = RotaryTable(dim, 1000, 1e4)
+    positions = torch.from_numpy(rng.integers(0, 1000, num_rows))
+    cos, sin = (x.double().unsqueeze(1) for x in (table.cos[positions], table.sin[positions]))
+
+    def rotated(x):
+        a, b = x.double().chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+    for angles in (None, (table.cos[positions], table.sin[positions])):
+        arenas = torch.full((2, capacity, num_kv_heads, dim), float("nan"))
+        shape = RowShape(heads, num_kv_heads, dim)
+        got = Rows(native.library(), shape, slots, angles).append(q, k, v, *arenas)
+        turn = rotated if angles else torch.Tensor.double
+        assert (got - turn(q)).abs().max() < 1e-6
+        assert (arenas[0, slots] - turn(k)).abs().max() < 1e-6
+        assert torch.equal(arenas[1, slots], v)
+        others = np.setdiff1d(np.arange(capacity), slots)
+        assert torch.isnan(arenas[:, others]).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("heads, dim, num_rows", [(9, 64, 16), (1, 20, 3), (32, 128, 40)])
+def test_merge_equals_float64(heads, dim, num_rows):
+    """Rows of one to four parts; unused places name the identity, an empty row its sentinel."""
+    generator, rng = torch.Generator().manual_seed(heads), np.random.default_rng(heads)
+    num_parts = 4 * num_rows
+    o = torch.randn(num_parts + 2, heads, dim, generator=generator)
+    lse = torch.randn(num_parts + 2, heads, generator=generator) * 30
+    lse[7], o[7] = float("-inf"), float("nan")  # a part without keys holds anything
+    lse[num_parts], lse[num_parts + 1] = float("-inf"), 0.0
+    o[num_parts:] = 0.0
+    index = torch.full((num_rows, 4), num_parts)
+    for row in range(num_rows):
+        named = rng.permutation(num_parts)[: 1 + row % 4]
+        index[row, : len(named)] = torch.from_numpy(named)
+    index[0], index[0, 0] = num_parts, num_parts + 1
+    index[1, :2] = torch.tensor([7, 8])
+    rows = Rows(native.library(), RowShape(heads, 1, dim), np.zeros(1), None)
+    got = rows.merge(o, lse, index)
+    weight = lse.double()[index].softmax(1).unsqueeze(-1)
+    want = (o.double().nan_to_num()[index] * weight).sum(1)
+    assert (got - want).abs().max() < 1e-5
+    assert torch.equal(got[0], torch.zeros(heads, dim))
+    one_part = index[:, 1] == num_parts
+    assert torch.equal(got[one_part], o[index[one_part, 0]])
+
+
+@needs_compiler
 def test_the_build_is_kept_and_loaded_again(fresh_library, monkeypatch):
     assert isinstance(native.library(), ctypes.CDLL)
-    built = list((fresh_library / ".cache" / "granikv").glob("spans-*.so"))
+    built = list((fresh_library / ".cache" / "granikv").glob("attention-*.so"))
     assert len(built) == 1
     monkeypatch.setattr(native, "_compile", lambda *args: pytest.fail("compiled again"))
     native.library.cache_clear()

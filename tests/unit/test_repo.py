@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,35 @@ def test_makefile_has_the_targets_users_rely_on():
     text = (ROOT / "Makefile").read_text()
     for target in ("demo", "serve", "test", "lint", "typecheck", "clean"):
         assert re.search(rf"^{target}:", text, re.MULTILINE), target
+
+
+def make(*arguments) -> str:
+    done = subprocess.run(
+        ["make", "-C", str(ROOT), "--no-print-directory", *arguments],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="make is missing")
+def test_make_alone_lists_every_target(tmp_path):
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    listed = re.findall(r"^ *make (\w+) +\S", make(f"VENV={tmp_path / 'venv'}"), re.MULTILINE)
+    assert listed == phony[1].split()
+    assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="make is missing")
+@pytest.mark.parametrize("target", ["demo", "serve", "setup", "test"])
+def test_set_up_says_its_steps_and_installs_what_the_target_needs(tmp_path, target):
+    """Only commands of a dry run: nothing is installed."""
+    commands = make("--dry-run", f"VENV={tmp_path / 'venv'}", target)
+    for step in range(1, 6):
+        assert f"setup {step}/5: " in commands
+    extras = set(",".join(re.findall(r"-e \"\.\[(.*?)\]\"", commands)).split(","))
+    assert {"serve", "bench"} <= extras
+    assert ("test" in extras) == ("dev" in extras) == (target == "test")
 
 
 def test_constraints_are_plain_pins():

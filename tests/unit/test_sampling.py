@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from granikv.errors import InvalidArgument
-from granikv.sampling import Sampler, philox4x32, seed_of_text, uniform
+from granikv.sampling import Sampler, argmax_in_pieces, philox4x32, seed_of_text, uniform
 from granikv.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -296,3 +296,13 @@ def test_wide_nucleus_takes_the_full_sort():
     got = draws(params, logits, 4000)
     expected = reference_probs(logits, params)
     assert (expected[got] > 0).all() and (expected > 0).sum() > 4000
+
+
+def test_argmax_in_pieces_is_the_first_maximum():
+    """Ties within a piece and across pieces, all equal, -inf, and NaN, which counts as largest."""
+    logits = torch.randint(-3, 3, (200, 60), generator=torch.Generator().manual_seed(0)).float()
+    logits[0], logits[1] = 0.0, -math.inf
+    logits[2, 31] = logits[2, 50] = math.nan
+    for pieces in (1, 4, 60):
+        got = argmax_in_pieces(logits.view(200, pieces, -1))
+        assert torch.equal(got, logits.argmax(-1))

@@ -89,6 +89,8 @@ private:
     Value values_[static_cast<size_t>(Param::kCount)] = {};
 };
 
+constexpr int32_t kFirstWithDependentLaunches = 90;  // compute capability
+
 class Layer {
 public:
     Layer(Arenas const& arenas, LayerStep const& step, SideStream const* side, CUstream stream)
@@ -104,7 +106,8 @@ public:
     void run() {
         Arguments packed(arenas_, step_);
         packed.readPacked(step_, program_);
-        launch(program_.append, packed, step_.rows, 1, stream_, false);
+        launch(program_.append, packed, step_.rows, 1, stream_,
+               program_.capability >= kFirstWithDependentLaunches);
         if (step_.has_decode) decode();
         if (step_.num_tiles)
             launch(program_.extend, arguments_, step_.num_tiles * heads(), 1, stream_, false);

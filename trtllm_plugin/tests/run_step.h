@@ -6,11 +6,14 @@
 //     num_qo_heads N   num_kv_heads N   head_dim N
 //     workspace_offset N               bytes by which the workspace is out of alignment
 //     bind 0|1                         0: the arenas are not bound before the step
+//     time N                           measure N enqueues afterwards (output: enqueue_us, median)
 //     tensor INDEX RANK D0 D1 ... FILE|-
 // k.bin and v.bin hold the arenas [num_layers, capacity, Hkv, D]. Written: out.bin (eager),
 // out_graph.bin (captured and replayed), k_out.bin and v_out.bin (all layers, after both).
 #pragma once
 
+#include <algorithm>
+#include <chrono>
 #include <fstream>
 #include <iostream>
 #include <iterator>
@@ -62,6 +65,7 @@ public:
         write("out_graph.bin", device.download(out_, out_bytes_));
         write("k_out.bin", device.download(k_, arena_bytes_));
         write("v_out.bin", device.download(v_, arena_bytes_));
+        if (numbers_["time"]) time(device, enqueue);
         if (numbers_["bind"])
             require(library_.function<int32_t (*)(int32_t)>("granikvUnbindArenas")(
                         int32_t(numbers_["binding"])) == 0,
@@ -71,6 +75,21 @@ public:
 
 private:
     static constexpr char kName[] = "HotColdAttention";
+
+    // Host time of one enqueue; the device is waited for between calls, outside the time.
+    template <typename Body>
+    void time(Device& device, Body&& enqueue) {
+        std::vector<double> microseconds;
+        for (int64_t i = 0; i < numbers_["time"]; ++i) {
+            auto const begin = std::chrono::steady_clock::now();
+            enqueue();
+            auto const end = std::chrono::steady_clock::now();
+            microseconds.push_back(std::chrono::duration<double, std::micro>(end - begin).count());
+            device.synchronize();
+        }
+        std::sort(microseconds.begin(), microseconds.end());
+        std::cout << "enqueue_us " << microseconds[microseconds.size() / 2] << '\n';
+    }
 
     static void require(bool holds, char const* what) {
         if (!holds) throw std::runtime_error(what);

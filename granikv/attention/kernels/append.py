@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from granikv.attention.kernels.build import KernelBuild
-from granikv.attention.kernels.common import start_dependents
+from granikv.attention.kernels.common import start_dependents, wait_for_previous
 from granikv.attention.variants import AttentionShape
 from granikv.core import Count
 
@@ -53,6 +53,7 @@ def append_kernel(
     PDL: tl.constexpr,
 ):
     start_dependents(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0)
     if row >= tl.load(counts_ptr + _NUM_ROWS):
         return
@@ -94,7 +95,7 @@ def append_kernel(
 
 @lru_cache(maxsize=64)
 def append_build(shape: AttentionShape, rope: bool, pdl: bool) -> KernelBuild:
-    """append_kv's kernel; pdl: the next launch may start early, and waits."""
+    """append_kv's kernel; pdl: it and the next launch may start early, and wait."""
     pointers = ["k_ptr", "v_ptr", "q_ptr", "q_out_ptr", "k_arena_ptr", "v_arena_ptr"]
     angles = "*fp32" if rope else "*i32"  # without rope any pointer is passed
     return KernelBuild(
@@ -115,7 +116,7 @@ def append_build(shape: AttentionShape, rope: bool, pdl: bool) -> KernelBuild:
             "ROPE": rope,
             "PDL": pdl,
         },
-        {"num_warps": 4},
+        {"num_warps": 4, "launch_pdl": pdl},
     )
 
 
@@ -134,7 +135,7 @@ def append_kv(
     """Rows k, v [T, Hkv, D] to slots slot_mapping [T] of the arenas [capacity, Hkv, D].
 
     rope: (cos, sin), fp32 [max_position, D / 2] each; then k is rotated on the way in and
-    q [T, Hq, D] in place. pdl: the next launch may start early, and waits. Halves are paired as in Llama: (i, i + D / 2).
+    q [T, Hq, D] in place. pdl: it and the next launch may start early, and wait. Halves are paired as in Llama: (i, i + D / 2).
     """
     if k.shape[0] == 0:
         return

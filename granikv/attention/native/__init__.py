@@ -1,7 +1,7 @@
 """The compiled CPU kernel: built with the machine's C++ compiler at first use, kept in the cache.
 
-It attends a shared prefix for all its rows at once, and scattered slots without a gather. It is
-loaded beside torch and runs on torch's OpenMP threads. Without a compiler, or with
+It attends a shared prefix for all its rows at once, and scattered slots without a gather, and does
+what the rows need before and after: rope, append, merge. It is loaded beside torch and runs on torch's OpenMP threads. Without a compiler, or with
 GRANIKV_NATIVE=0, `library` is None and torch's operators do the same work.
 It knows nothing of plans: cpu.py decides which spans come here.
 """
@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from granikv.outputs import write_atomically
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).parent / "spans.cpp"
+SOURCES = tuple(Path(__file__).parent / name for name in ("spans.cpp", "rows.cpp"))
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp",
 )  # fmt: skip
@@ -96,6 +97,7 @@ class Spans:
         self._tasks = np.concatenate(tasks) if tasks else np.empty(0, TASK)
         work = self._tasks["length"] * self._tasks["num_rows"] * self._tasks["num_heads"]
         self._tasks = self._tasks[np.argsort(-work, kind="stable")]  # the short ones fill the end
+        self._tasks_at = self._tasks.ctypes.data
 
     def _tasks_of(self, span: Span) -> np.ndarray:
         first_head = np.arange(0, self._heads.num_kv_heads, self._heads_together)
@@ -125,14 +127,67 @@ class Spans:
     ) -> None:
         """q [T, Hq, D], k_layer and v_layer [capacity, Hkv, D] -> o [parts, Hq, D] and natural
         lse [parts, Hq], at the spans' parts; all float32 and contiguous."""
-        pointers = (ctypes.c_void_p(x.data_ptr()) for x in (q, k_layer, v_layer, o, lse))
-        self._call(
-            ctypes.c_void_p(self._tasks.ctypes.data),
-            ctypes.c_int64(len(self._tasks)),
-            ctypes.byref(self._heads),
-            *pointers,
+        pointers = (x.data_ptr() for x in (q, k_layer, v_layer, o, lse))
+        heads = ctypes.addressof(self._heads)
+        self._call(self._tasks_at, len(self._tasks), heads, *pointers, torch.get_num_threads())
+
+
+class RowShape(ctypes.Structure):
+    _fields_ = (
+        ("num_qo_heads", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("dim", ctypes.c_int32),
+    )
+
+
+class Rows:
+    """Rope, append and merge of one step's rows, for all its layers.
+
+    slots: int32 [T]; angles: cos and sin of each row, float32 [T, D / 2], or None: no rope.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        shape: RowShape,
+        slots: np.ndarray,
+        angles: tuple[torch.Tensor, torch.Tensor] | None,
+    ):
+        self._library, self._shape = library, shape
+        self._slots = np.ascontiguousarray(slots, np.int32)
+        self._angles = None if angles is None else tuple(x.contiguous() for x in angles)
+        self._q = torch.empty(len(slots), shape.num_qo_heads, shape.dim)
+
+    def append(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_layer: torch.Tensor,
+        v_layer: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write k and v [T, Hkv, D] to the rows' slots of the layer, k after rope.
+
+        Returns q [T, Hq, D] after rope, contiguous, valid until the next call. Within a row the
+        heads lie side by side; rows may be apart.
+        """
+        strided = (x for row in (q, k, v) for x in (row.data_ptr(), row.stride(0)))
+        cos, sin = (x.data_ptr() for x in self._angles) if self._angles else (None, None)
+        self._library.granikv_append(
+            ctypes.addressof(self._shape), len(self._slots), *strided, cos, sin,
+            self._slots.ctypes.data, self._q.data_ptr(), k_layer.data_ptr(), v_layer.data_ptr(),
             torch.get_num_threads(),
-        )
+        )  # fmt: skip
+        return self._q
+
+    def merge(self, o: torch.Tensor, lse: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Rows [R, Hq, D] from parts o [P, Hq, D], natural lse [P, Hq]; index int64 [R, most]."""
+        out = torch.empty(len(index), *o.shape[1:])
+        self._library.granikv_merge(
+            ctypes.addressof(self._shape), *index.shape, index.data_ptr(), o.data_ptr(),
+            lse.data_ptr(), out.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return out
 
 
 @functools.cache
@@ -161,8 +216,9 @@ def _load(compiler: list[str]) -> ctypes.CDLL:
     cut would end the process when its missing pages are touched.
     """
     version = _run([*compiler, "--version"], VERSION_TIMEOUT_S)
-    key = (SOURCE.read_text(), compiler, *FLAGS, version, _processor(), torch.__version__)
-    name = f"spans-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
+    texts = [source.read_text() for source in SOURCES]
+    key = (*texts, compiler, *FLAGS, version, _processor(), torch.__version__)
+    name = f"attention-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
     folder = _cache_folder()
     if folder is not None and _is_whole(folder / name):
         return _open(folder / name)
@@ -187,7 +243,13 @@ def _cache_folder() -> Path | None:
 
 def _open(path: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(path))
-    loaded.granikv_spans.restype = None
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    loaded.granikv_spans.argtypes = [pointer, integer, *[pointer] * 6, ctypes.c_int]
+    rows: list[Any] = [pointer, integer]
+    loaded.granikv_append.argtypes = [*rows, *rows, *rows, *rows, *[pointer] * 6, ctypes.c_int]
+    loaded.granikv_merge.argtypes = [pointer, integer, integer, *[pointer] * 4, ctypes.c_int]
+    for function in (loaded.granikv_spans, loaded.granikv_append, loaded.granikv_merge):
+        function.restype = None
     return loaded
 
 
@@ -205,7 +267,8 @@ def _keep(data: bytes, path: Path) -> None:
 
 
 def _compile(compiler: list[str], path: Path) -> None:
-    _run([*compiler, *FLAGS, "-shared", "-fPIC", "-o", str(path), str(SOURCE)], BUILD_TIMEOUT_S)
+    options = [*FLAGS, "-shared", "-fPIC", "-o", str(path), *map(str, SOURCES)]
+    _run([*compiler, *options], BUILD_TIMEOUT_S)
 
 
 def _run(command: list[str], timeout_s: float) -> str:

@@ -1,0 +1,293 @@
+"""One Triton server with its stub and engine process: start, proof by an inference, death, stop.
+
+Triton neither notices nor reports a killed Python stub, and its open streams would wait for ever.
+So server, stub and engine are watched by pidfd; when one dies the server is killed (its clients
+see UNAVAILABLE at once), what is left is removed, and it is started again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from pathlib import Path
+
+from granikv.env import read as read_variable
+from granikv.errors import GraniKVError, InvalidArgument, Unavailable
+from granikv.metrics import PROBE_PREFIX
+from granikv.processes import start_owned
+from granikv.serving.run_dir import LINKS, RunDir, remove_shared_memory
+from granikv.serving.server_check import PROBE, check_server
+from granikv.serving.settings import default_python
+from granikv.serving.tritonserver import (
+    ServerAddress,
+    check_ports,
+    find_model_repository,
+    find_tritonserver,
+    last_errors,
+    server_command,
+    server_environment,
+)
+
+EXIT_TIMEOUT_S = 10
+CLEAN_EXIT_S = 4.0  # an idle Triton 2.51 takes 2.1 to 2.8 s
+DRAIN_TIMEOUT_S = 30.0  # longer than the model's drain_s and a step
+ANSWER_S = 0.2  # for the stub to send what the engine's last batch gave
+MODEL = "granikv"
+
+
+def _signal_pid(pid: int | None, number: int) -> None:
+    if pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def is_running(pid: int) -> bool:
+    """False for a dead process, also when nobody has waited for it yet."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+class ServerHandle:
+    """One server at a time, on fixed ports. `start`, `wait_for_death`, `kill`, `stop`.
+
+    env: extra variables for the server; the engine's settings are among them (settings.py).
+    """
+
+    def __init__(
+        self,
+        address: ServerAddress,
+        model_repository: Path | None = None,
+        engine_config: dict | None = None,
+        env: dict[str, str] | None = None,
+        log_path: Path | None = None,
+        start_timeout_s: float = 900.0,
+        run_dir: Path | None = None,
+    ):
+        self.address = address
+        self.model_repository = model_repository or find_model_repository()
+        python = read_variable("GRANIKV_PYTHON") or default_python()
+        self.env = {"GRANIKV_PYTHON": python, **(env or {})}
+        if engine_config:
+            fields = read_variable("GRANIKV_ENGINE_CONFIG") | engine_config
+            self.env["GRANIKV_ENGINE_CONFIG"] = json.dumps(fields)
+        self.run_dir = RunDir(run_dir or read_variable("GRANIKV_RUN_DIR"))
+        self.env["GRANIKV_RUN_DIR"] = str(self.run_dir.path)
+        self.env["GRANIKV_LAUNCHER_LOCK"] = str(self.run_dir.lock_path)
+        self.log_path = log_path
+        self.log_start = 0  # bytes that were in the log before this server
+        self.start_timeout_s = start_timeout_s
+        self.process: subprocess.Popen | None = None
+        self.shm_prefix = ""
+        self.num_starts = 0
+        self.restarted = threading.Event()
+        self.stop_requested = threading.Event()
+
+    # --- start
+
+    def start(self) -> None:
+        """Returns when a real inference was answered. Raises InvalidArgument or Unavailable."""
+        environment = server_environment(self.env)
+        check_ports(self.address)  # the quick check first
+        if not self.num_starts:
+            check_server(self.model_repository, environment, self.log_path)
+        self.run_dir.clean()
+        self.shm_prefix = f"granikv_{os.getpid()}_{uuid.uuid4().hex[:8]}_"
+        self.run_dir.note(self.shm_prefix)
+        installation = find_tritonserver(self.run_dir.path / LINKS)
+        command = server_command(
+            installation, self.model_repository, self.address, self.shm_prefix, EXIT_TIMEOUT_S
+        )
+        log = open(self.log_path, "ab") if self.log_path else None  # noqa: SIM115
+        self.log_start = log.tell() if log else 0
+        self.process = start_owned(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT if log else None,
+            start_new_session=True,
+        )
+        if log:
+            log.close()
+        try:
+            self._wait_until_served()
+        except BaseException:
+            self.kill()
+            raise
+        self.num_starts += 1
+
+    def _wait_until_served(self) -> None:
+        assert self.process is not None
+        deadline = time.monotonic() + self.start_timeout_s
+        url = f"{self.address.http_url}/v2/health/ready"
+        while time.monotonic() < deadline and not self.stop_requested.is_set():
+            code = self.process.poll()
+            if code is not None:
+                raise Unavailable(
+                    f"tritonserver ended with code {code} while starting{self._why()}"
+                )
+            try:
+                urllib.request.urlopen(url, timeout=2).close()
+                self.probe(max(1.0, deadline - time.monotonic()))
+                return
+            except (OSError, Unavailable):
+                time.sleep(0.05)
+        if self.stop_requested.is_set():
+            raise Unavailable("stopped while the server started")
+        raise Unavailable(f"no answer of the server within {self.start_timeout_s} s{self._why()}")
+
+    def _why(self) -> str:
+        """The stub's reason, or the log's last errors, and where the log is."""
+        reason = self.run_dir.failure()
+        if self.log_path is None:
+            return f": {reason}" if reason else ""
+        reason = reason or last_errors(self.log_path, self.log_start)
+        return f": {reason or 'no error is logged'}; see {self.log_path}"
+
+    def probe(self, timeout_s: float = 30.0) -> str:
+        """One inference of one token. Raises Unavailable, InvalidArgument when it is refused."""
+        body = {"id": f"{PROBE_PREFIX}-{uuid.uuid4().hex}", "text_input": PROBE, "max_tokens": 1}
+        request = urllib.request.Request(
+            f"{self.address.http_url}/v2/models/{MODEL}/generate", json.dumps(body).encode()
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                return json.load(response)["text_output"]
+        except urllib.error.HTTPError as error:
+            text = error.read().decode(errors="replace")
+            if InvalidArgument.code in text:  # it would be refused for ever
+                raise InvalidArgument("probe", PROBE, f"an answer ({text})") from None
+            raise Unavailable(f"probe: {text}") from None
+        except (OSError, KeyError, ValueError) as error:
+            raise Unavailable(f"probe: {error}") from None
+
+    # --- supervision
+
+    @property
+    def pids(self) -> dict[str, int]:
+        found = {name: self.run_dir.read_pid(name) for name in ("stub", "engine")}
+        if self.process is not None:
+            found["server"] = self.process.pid
+        return {name: pid for name, pid in found.items() if pid}
+
+    def wait_for_death(self) -> str | None:
+        """Name of the first process that dies, or None when a stop was asked for."""
+        poller = select.poll()
+        names: dict[int, str] = {}
+        try:
+            for name, pid in self.pids.items():
+                try:
+                    names[os.pidfd_open(pid)] = name
+                except ProcessLookupError:
+                    return name
+            for descriptor in names:
+                poller.register(descriptor, select.POLLIN)
+            while not self.stop_requested.is_set():
+                for descriptor, _ in poller.poll(200):
+                    return names[descriptor]
+            return None
+        finally:
+            for descriptor in names:
+                os.close(descriptor)
+
+    def kill(self) -> None:
+        """SIGKILL to the server and what it started; its shared memory files go too."""
+        pids = self.pids
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+        _signal_pid(pids.get("stub"), signal.SIGKILL)
+        _signal_pid(pids.get("engine"), signal.SIGKILL)
+        self.run_dir.clean()
+        remove_shared_memory(self.shm_prefix)
+
+    def stop(self) -> int:
+        """Drain and stop; returns 0, or not when a request may have been lost."""
+        self.stop_requested.set()
+        if self.process is None:
+            self.close()
+            return 0
+        if not all(is_running(pid) for pid in self.pids.values()):
+            self.kill()  # without its stub the server would wait for the whole exit timeout
+            self.close()
+            return -signal.SIGKILL
+        was_drained = self._drain()
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            code = self.process.wait(CLEAN_EXIT_S if was_drained else EXIT_TIMEOUT_S + 10)
+        except subprocess.TimeoutExpired:
+            code = 0 if was_drained else -signal.SIGKILL
+        self.kill()
+        self.close()
+        return code
+
+    def _drain(self) -> bool:
+        """Let the engine finish or refuse what runs; True when every request was answered.
+
+        A gRPC stream that a client holds open, even idle, keeps Triton 2.51 from unloading the
+        model: it hangs until its exit timeout and never calls finalize (compare
+        triton-inference-server/server issue 8755). After a drain nothing is lost by a kill.
+        """
+        drained = self.run_dir.path / "engine.drained"
+        engine = self.run_dir.read_pid("engine")
+        _signal_pid(engine, signal.SIGTERM)
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        while engine and is_running(engine) and time.monotonic() < deadline:
+            if drained.exists():
+                time.sleep(ANSWER_S)
+                return True
+            time.sleep(0.02)
+        return False
+
+    def close(self) -> None:
+        self.run_dir.close()
+
+    def supervise(self, max_restarts: int) -> int:
+        """Restart what dies until a stop is asked for. Returns the exit code of the launcher."""
+        backoff_s = 0.5
+        restarts = 0
+        while True:
+            started = time.monotonic()
+            dead = self.wait_for_death()
+            if dead is None:
+                return 0
+            self.kill()
+            print(f"granikv: the {dead} process died; server killed", file=sys.stderr, flush=True)
+            if time.monotonic() - started > 60:
+                restarts, backoff_s = 0, 0.5
+            while not self.stop_requested.is_set():
+                if restarts >= max_restarts:
+                    return 1
+                restarts += 1
+                try:
+                    self.start()
+                    self.restarted.set()
+                    print(self.ready_line(), flush=True)
+                    break
+                except GraniKVError as error:
+                    print(f"granikv: restart failed: {error}", file=sys.stderr, flush=True)
+                    self.stop_requested.wait(backoff_s)
+                    backoff_s = min(2 * backoff_s, 30.0)
+
+    def ready_line(self) -> str:
+        pids = " ".join(f"{name}={pid}" for name, pid in sorted(self.pids.items()))
+        address = self.address
+        return (
+            f"READY model={MODEL} http={address.http_url} grpc={address.grpc_url} "
+            f"metrics={address.metrics_url} {pids}"
+        )
