@@ -18,6 +18,7 @@ FIRST_WITH_DESCRIPTORS = 90  # compute capability (major * 10 + minor) of the co
 FIRST_WITH_DEPENDENT_LAUNCHES = 90
 GLUON_CAPABILITIES = (90,)  # where the Gluon kernel was measured
 GLUON_TRITON = ("3.6",)  # minor versions it was compiled and measured with
+GLUON_HEAD_DIM = 128
 KEYS_FIRST_TOKENS = 32  # of a block of the Gluon COLD kernel; its item cuts are COLD_THIN's
 
 
@@ -161,8 +162,8 @@ LAYOUTS: dict[str, Layout] = {
         Layout("flat", M16, COLD_THIN, MERGE, 1, 4),
         Layout("small", M64_AHEAD, COLD_WIDE, MERGE_MANY, 1.25, 2, one_launch=True),
         Layout("mid", M64, COLD_THIN, MERGE, 1, 2),
-        # five COLD blocks of the Gluon kernel fit beside M128, four of COLD_THIN [B=256 182 us for
-        # 192, B=128 102.6 for 104.2; B=64, four blocks per SM in all, 64.6 for 63.1]
+        # five COLD blocks of the Gluon kernel fit beside M128, four of COLD_THIN [B=256 188.5 us
+        # for 198.3, B=128 105.7 for 107.0; but B=64, of four COLD blocks per SM in all, 64.6 for 63.1]
         Layout("large", M128, COLD_THIN, MERGE, 1, 1, gluon_blocks_per_sm=6),
         # memory-bound HOT: two blocks per SM; COLD first, or it would wait for all of HOT
         Layout("groups", M64, COLD_PAIR, MERGE, 2, 4, cold_first=True),
@@ -183,12 +184,10 @@ def takes_descriptors(tile: HotTile, shape: AttentionShape, capability: int) -> 
 
 def takes_gluon(shape: AttentionShape, capability: int, triton_version: str) -> bool:
     """Whether the Gluon COLD kernel serves these heads on this GPU, with this Triton."""
-    # a head is whole 128-byte lines, and of a type that the matrix units take two bytes of
-    whole_lines = shape.head_dim == shape.block_d and shape.head_dim >= 64
     known = capability in GLUON_CAPABILITIES and triton_version.startswith(
         tuple(f"{minor}." for minor in GLUON_TRITON)
     )
-    return known and whole_lines and shape.element_bytes == 2
+    return known and shape.head_dim == GLUON_HEAD_DIM and shape.element_bytes == 2
 
 
 def extend_tile(shape: AttentionShape) -> HotTile:

@@ -32,10 +32,9 @@ ROWS = [
 
 @needs_hopper
 @pytest.mark.parametrize("heads", [(32, 8), (5, 1), (16, 1), (9, 1)])
-@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_equals_the_portable_kernel(heads, dim, dtype):
-    step = Step(ROWS, heads=heads, dim=dim, dtype=dtype, layout=ALWAYS)
+def test_equals_the_portable_kernel(heads, dtype):
+    step = Step(ROWS, heads=heads, dim=128, dtype=dtype, layout=ALWAYS)
     attention = step.attention()
     assert attention._cold_gluon is not None
     compare(step.run(attention)[: len(step.twin())], step.twin(), dtype)
@@ -59,5 +58,5 @@ def test_where_it_is_taken():
     assert takes_gluon(shape, 90, "3.6.0")
     for capability, version in ((80, "3.6.0"), (100, "3.6.0"), (0, "3.6.0"), (90, "3.60.0")):
         assert not takes_gluon(shape, capability, version), (capability, version)
-    for other in (replace(shape, element_bytes=4), replace(shape, head_dim=96)):
+    for other in (replace(shape, element_bytes=4), replace(shape, head_dim=64)):
         assert not takes_gluon(other, 90, "3.6.0"), other

@@ -71,9 +71,9 @@ def test_five_gluon_cold_blocks_share_an_sm_with_hot(tmp_path):
 
 
 @pytest.mark.skipif(not CUOBJDUMP.exists(), reason="needs Triton's NVIDIA tools")
-@pytest.mark.parametrize("heads", [(32, 8, 64), (5, 1, 128), (16, 1, 128), (8, 1, 256)])
-def test_gluon_cold_compiles_for_every_head_shape(tmp_path, heads):
-    compiled(cold_gluon_build(AttentionShape(*heads, 2)), tmp_path)
+@pytest.mark.parametrize("heads", [(5, 1), (8, 1), (16, 1)])
+def test_gluon_cold_compiles_for_every_group_size(tmp_path, heads):
+    compiled(cold_gluon_build(AttentionShape(*heads, 128, 2)), tmp_path)
 
 
 @pytest.mark.skipif(not CUOBJDUMP.exists(), reason="needs Triton's NVIDIA tools")
