@@ -108,6 +108,10 @@ VARIABLES: dict[str, Variable] = {
             "GRANIKV_NATIVE", _flag, True, "0 or 1",
             "0: torch alone attends on the CPU, the compiled kernel is neither built nor used",
         ),
+        Variable(
+            "GRANIKV_GLUON", _flag, True, "0 or 1",
+            "0: attention runs the portable kernels alone, also where a Gluon one is faster",
+        ),
     )
 }  # fmt: skip
 

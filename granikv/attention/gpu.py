@@ -5,13 +5,16 @@ The plan's arrays go to fixed device buffers once per step (plan_buffers.py); a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+import triton
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from granikv import env
 from granikv.attention.kernels.append import append_kv
 from granikv.attention.kernels.cold import cold_suffix_attention
 from granikv.attention.kernels.extend import extend_attention
@@ -31,6 +34,7 @@ from granikv.attention.variants import (
     Layout,
     extend_tile,
     takes_descriptors,
+    takes_gluon,
 )
 from granikv.config import ModelConfig
 from granikv.core import HotVariant, PlanCapacities, StepPlan
@@ -77,6 +81,11 @@ class GpuAttention(PlanBuffers):
         self.sm_scale = model_config.head_dim**-0.5
         self.k_arena, self.v_arena, self.request_slots = k_arena, v_arena, request_slots
         self.pdl = self.capability >= FIRST_WITH_DEPENDENT_LAUNCHES if pdl is None else pdl
+        self._cold_gluon: Callable[..., None] | None = None
+        if env.read("GRANIKV_GLUON") and takes_gluon(shape, self.capability, triton.__version__):
+            from granikv.attention.kernels.cold_gluon import cold_gluon_attention
+
+            self._cold_gluon = cold_gluon_attention
         self._make_device_buffers()
         self.rope: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -204,7 +213,7 @@ class GpuAttention(PlanBuffers):
                 self._hot(layer, inputs, False)
             with torch.cuda.stream(self._side):
                 self._side.wait_event(self._fork)
-                cold_suffix_attention(**cold)
+                self._cold(inputs, cold)
                 self._join.record()
             if layout.cold_first:
                 self._hot(layer, inputs, False)
@@ -213,6 +222,15 @@ class GpuAttention(PlanBuffers):
             self.plan, self.o_partials, self.lse_partials, out,
             shape=self.shape, tile=layout.merge, pdl=pdl,
         )  # fmt: skip
+
+    def _cold(self, inputs: dict[str, Any], cold: dict[str, Any]) -> None:
+        """COLD items beside HOT ones; cold: the portable kernel's arguments."""
+        wanted = self.layout.gluon_blocks_per_sm
+        blocks = self.cold_grid * self.shape.num_kv_heads
+        if self._cold_gluon is None or wanted is None or blocks < wanted * self.num_sms:
+            cold_suffix_attention(**cold)
+        else:
+            self._cold_gluon(**inputs, request_slots=self.request_slots, num_items=self.cold_grid)
 
     def _hot(self, layer: int, inputs: dict[str, Any], pdl: bool) -> None:
         layout = self.layout

@@ -16,6 +16,10 @@ MAX_GROUP_SIZE = 16
 SHARED_MEMORY_BYTES = 227 * 1024  # a block's limit on sm_90
 FIRST_WITH_DESCRIPTORS = 90  # compute capability (major * 10 + minor) of the copies they name
 FIRST_WITH_DEPENDENT_LAUNCHES = 90
+GLUON_CAPABILITIES = (90,)  # where the Gluon kernel was measured
+GLUON_TRITON = ("3.6",)  # minor versions it was compiled and measured with
+GLUON_HEAD_DIM = 128
+KEYS_FIRST_TOKENS = 32  # of a block of the Gluon COLD kernel; its item cuts are COLD_THIN's
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,7 @@ class Layout:
     hot serves all HOT items, or with `gemm` set those of HotVariant.CASCADE only.
     one_launch: HOT and COLD items in one launch with the tile `hot`; else on two streams.
     hot_slots_per_sm: HOT blocks that an SM works on at a time; cold_slots_per_sm likewise.
+    gluon_blocks_per_sm: COLD blocks per SM of a step from which the Gluon kernel serves them.
     """
 
     name: str
@@ -124,6 +129,7 @@ class Layout:
     one_launch: bool = False
     cold_first: bool = False
     min_hot_tokens: int = 128
+    gluon_blocks_per_sm: float | None = None
     max_cold_tokens: int = 2048  # one warp with 4096: 5% slower [64 rows of 16,384: 1,000 us, 954]
 
 
@@ -156,7 +162,9 @@ LAYOUTS: dict[str, Layout] = {
         Layout("flat", M16, COLD_THIN, MERGE, 1, 4),
         Layout("small", M64_AHEAD, COLD_WIDE, MERGE_MANY, 1.25, 2, one_launch=True),
         Layout("mid", M64, COLD_THIN, MERGE, 1, 2),
-        Layout("large", M128, COLD_THIN, MERGE, 1, 1),
+        # five COLD blocks of the Gluon kernel fit beside M128, four of COLD_THIN [B=256 188.5 us
+        # for 198.3, B=128 105.7 for 107.0; but B=64, of four COLD blocks per SM in all, 64.6 for 63.1]
+        Layout("large", M128, COLD_THIN, MERGE, 1, 1, gluon_blocks_per_sm=6),
         # memory-bound HOT: two blocks per SM; COLD first, or it would wait for all of HOT
         Layout("groups", M64, COLD_PAIR, MERGE, 2, 4, cold_first=True),
         Layout("many", M16, COLD_THIN, MERGE, 4, 4),
@@ -172,6 +180,14 @@ def takes_descriptors(tile: HotTile, shape: AttentionShape, capability: int) -> 
     # the padding of a head would read the next one
     whole_heads = shape.head_dim == shape.block_d
     return tile.tma and whole_heads and capability >= FIRST_WITH_DESCRIPTORS
+
+
+def takes_gluon(shape: AttentionShape, capability: int, triton_version: str) -> bool:
+    """Whether the Gluon COLD kernel serves these heads on this GPU, with this Triton."""
+    known = capability in GLUON_CAPABILITIES and triton_version.startswith(
+        tuple(f"{minor}." for minor in GLUON_TRITON)
+    )
+    return known and shape.head_dim == GLUON_HEAD_DIM and shape.element_bytes == 2
 
 
 def extend_tile(shape: AttentionShape) -> HotTile:

@@ -1,7 +1,7 @@
 """The kernels of the large layout compile for sm_90 without a GPU, within their register budget.
 
 A HOT block of 168 registers and one-warp COLD blocks of 20 KB share an SM; a spill or a larger
-block would cost that overlap without failing anywhere else.
+block would cost that overlap without failing anywhere else. The Gluon COLD kernel is held to five.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from granikv.attention.kernels.build import KernelBuild
 from granikv.attention.kernels.cold import cold_build
+from granikv.attention.kernels.cold_gluon import cold_gluon_build
 from granikv.attention.kernels.hot import hot_build
 from granikv.attention.kernels.merge import merge_build
 from granikv.attention.variants import LAYOUTS, AttentionShape
@@ -27,7 +29,8 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 def compiled(build: KernelBuild, folder: Path) -> tuple[int, int, int]:
     """(registers, stack bytes, shared bytes) of a kernel for sm_90."""
-    source = ASTSource(
+    kind = GluonASTSource if build.kernel.is_gluon() else ASTSource
+    source = kind(
         build.kernel, build.signature("bf16"), build.indexed_constants(), build.attributes()
     )
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(build.options))
@@ -54,6 +57,23 @@ def test_large_layout_shares_an_sm(tmp_path):
     left = 65536 - registers * 32 * tile.num_warps
     assert left // (cold_registers * 32 * layout.cold.num_warps) >= 4, cold_registers
     assert hot_shared + 4 * cold_shared + 5 * 1024 <= 228 * 1024, (hot_shared, cold_shared)
+
+
+@pytest.mark.skipif(not CUOBJDUMP.exists(), reason="needs Triton's NVIDIA tools")
+def test_five_gluon_cold_blocks_share_an_sm_with_hot(tmp_path):
+    tile = LAYOUTS["large"].hot
+    registers, _, hot_shared = compiled(hot_build(SHAPE, tile, True, False), tmp_path)
+    cold_registers, stack, cold_shared = compiled(cold_gluon_build(SHAPE), tmp_path)
+    assert stack == 0
+    left = 65536 - registers * 32 * tile.num_warps
+    assert left // (cold_registers * 32) >= 5, cold_registers
+    assert hot_shared + 5 * cold_shared + 6 * 1024 <= 228 * 1024, (hot_shared, cold_shared)
+
+
+@pytest.mark.skipif(not CUOBJDUMP.exists(), reason="needs Triton's NVIDIA tools")
+@pytest.mark.parametrize("heads", [(5, 1), (8, 1), (16, 1)])
+def test_gluon_cold_compiles_for_every_group_size(tmp_path, heads):
+    compiled(cold_gluon_build(AttentionShape(*heads, 128, 2)), tmp_path)
 
 
 @pytest.mark.skipif(not CUOBJDUMP.exists(), reason="needs Triton's NVIDIA tools")
