@@ -82,7 +82,8 @@ class GpuAttention(PlanBuffers):
         self.k_arena, self.v_arena, self.request_slots = k_arena, v_arena, request_slots
         self.pdl = self.capability >= FIRST_WITH_DEPENDENT_LAUNCHES if pdl is None else pdl
         self._cold_gluon: Callable[..., None] | None = None
-        if env.read("GRANIKV_GLUON") and takes_gluon(shape, self.capability, triton.__version__):
+        wanted = k_arena.dtype == torch.bfloat16 and env.read("GRANIKV_GLUON")
+        if wanted and takes_gluon(shape, self.capability, triton.__version__):
             from granikv.attention.kernels.cold_gluon import cold_gluon_attention
 
             self._cold_gluon = cold_gluon_attention

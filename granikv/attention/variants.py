@@ -183,7 +183,7 @@ def takes_descriptors(tile: HotTile, shape: AttentionShape, capability: int) -> 
 
 
 def takes_gluon(shape: AttentionShape, capability: int, triton_version: str) -> bool:
-    """Whether the Gluon COLD kernel serves these heads on this GPU, with this Triton."""
+    """Whether the Gluon COLD kernel serves these heads in bf16 on this GPU, with this Triton."""
     known = capability in GLUON_CAPABILITIES and triton_version.startswith(
         tuple(f"{minor}." for minor in GLUON_TRITON)
     )

@@ -32,8 +32,8 @@ ROWS = [
 
 @needs_hopper
 @pytest.mark.parametrize("heads", [(32, 8), (5, 1), (16, 1), (9, 1)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_equals_the_portable_kernel(heads, dtype):
+def test_equals_the_portable_kernel(heads):
+    dtype = torch.bfloat16
     step = Step(ROWS, heads=heads, dim=128, dtype=dtype, layout=ALWAYS)
     attention = step.attention()
     assert attention._cold_gluon is not None
