@@ -38,6 +38,15 @@ def build_executor(
     return config, make_executor(config, decoder, sampler), tokenizer
 
 
+def executor_beside(
+    config: EngineConfig, tokenizer: Tokenizer | None, decoder: Decoder
+) -> tuple[EngineConfig, Any]:
+    """As build_executor, for a second engine in this process on the same weights."""
+    config, _ = check_engine(config)
+    sampler = _make_sampler(config, decoder.config, tokenizer)
+    return config, make_executor(config, decoder, sampler)
+
+
 def _make_sampler(config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> Sampler:
     eos = set(model.eos_token_ids)
     eos |= set(tokenizer.eos_token_ids if tokenizer is not None else ())

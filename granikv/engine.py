@@ -7,6 +7,7 @@ It knows nothing of Triton, processes or sockets.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -183,6 +184,12 @@ class Engine:
         return bool(self.requests or self._outputs or self._launched)
 
     # --- steps --------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait for the step in flight; its outputs, or its error, come with the next `step`."""
+        if self._launched is not None:
+            with contextlib.suppress(Exception):
+                self.executor.wait(self._launched.handle)
 
     def step(self) -> list[RequestOutput]:
         """One step: schedule, plan, launch the next; wait for and commit the one before."""

@@ -1,8 +1,9 @@
 """Decode steps end to end: GraniKV, uniform paging and transformers over the same prompts.
 
 Every contender decodes a batch whose shared prefixes it has already cached; only steps in which
-all requests decode are timed. One round runs every contender once, in rotating order, so that a
-ratio is of neighbours in time; a case reports medians and the spread over its rounds.
+all requests decode are timed. In a round the engines, which share their weights, take TURN_STEPS
+steps each in turns, and transformers comes before or after them: a ratio is of neighbours in time.
+A case reports medians and the spread over its rounds.
 """
 
 from __future__ import annotations
@@ -15,13 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from granikv.bench.decode_contenders import Contender, EngineContender, TransformersContender
+from granikv.bench.decode_contenders import (
+    Answers,
+    Contender,
+    EngineContender,
+    TransformersContender,
+)
 from granikv.bench.harness import Case
 from granikv.config import EngineConfig
 from granikv.config_check import check_engine, longest_request
 from granikv.errors import InvalidArgument
 
 EIGHT_GROUPS = (2048, 4096, 6144, 8192, 12288, 16384, 20480, 24576)  # tokens
+TURN_STEPS = 4
 NEAR_TIE = 1e-3  # of the reference's logit range: a difference below is rounding
 
 
@@ -156,22 +163,20 @@ def run_decode_bench(
         max(map(w.prefix_len, w.paths)) + w.suffix_len + 2 * num_steps * w.steps_factor
         for w in workloads
     )
-    settings = {"capacity_tokens": most, "model": model} | dict(engine_settings)
+    settings: dict[str, Any] = {"capacity_tokens": most, "model": model} | dict(engine_settings)
     limit = longest_request(*check_engine(EngineConfig(**settings, prefix_layout="uniform")))
     if needed > limit:
         expected = f"at most {limit} tokens: the model's context, or what the settings leave"
         raise InvalidArgument("prefix, suffix and 2 x steps", needed, expected)
     settings = {"max_seq_len": needed} | settings
     ours = EngineContender("granikv", prefix_layout="asymmetric", **settings)
-    uniform = EngineContender("uniform-paging", prefix_layout="uniform", **settings)
+    uniform = EngineContender("uniform-paging", ours, prefix_layout="uniform", **settings)
     reference = TransformersContender(model) if with_transformers else None
     cases = []
     for workload in workloads:
-        contenders: list[Contender] = [ours, uniform]
-        if reference is not None and workload.is_uniform:
-            contenders.append(reference)
         steps = num_steps * workload.steps_factor
-        cases += _run_workload(workload, contenders, steps, rounds, model, progress)
+        beside = reference if workload.is_uniform else None
+        cases += _run_workload(workload, [ours, uniform], beside, steps, rounds, model, progress)
     ours.close()
     uniform.close()
     return cases
@@ -185,34 +190,46 @@ def _unshared_tokens(workload: Workload, num_steps: int) -> int:
 
 def _run_workload(
     workload: Workload,
-    contenders: list[Contender],
+    engines: list[EngineContender],
+    reference: TransformersContender | None,
     num_steps: int,
     rounds: int,
     model: str | None,
     progress: Callable[[str], None],
 ) -> list[Case]:
-    vocab_size = contenders[0].vocab_size
+    vocab_size = engines[0].vocab_size
     prefix_len = workload.prefix_len(workload.paths[0]) if workload.is_uniform else 0
+    contenders: list[Contender] = [*engines]
+    if reference is not None:
+        contenders.append(reference)
     step_ms: dict[str, list[float]] = {c.name: [] for c in contenders}
     matched = dict.fromkeys(step_ms, 0)
     near_ties = dict.fromkeys(step_ms, 0)
     for round_index in range(-1, rounds):  # the round before the first fills caches
         prompts = workload.prompts(round_index, vocab_size)
-        answers = {}
-        turn = max(round_index, 0) % len(contenders)
-        for contender in contenders[turn:] + contenders[:turn]:
-            progress(f"{workload.name} B={workload.batch} {contender.name}")
-            step_s, answers[contender.name] = contender.decode(prompts, prefix_len, num_steps)
-            if round_index >= 0:
-                step_ms[contender.name].append(step_s * 1e3)
+
+        def tell(name: str) -> None:
+            progress(f"{workload.name} B={workload.batch} {name}")
+
+        turn = max(round_index, 0) % 2
+        results = {}
+        if reference is not None and turn:
+            tell(reference.name)
+            results[reference.name] = reference.decode(prompts, prefix_len, num_steps)
+        results |= _in_turns(engines, prompts, num_steps, turn, tell)
+        if reference is not None and not turn:
+            tell(reference.name)
+            results[reference.name] = reference.decode(prompts, prefix_len, num_steps)
         if round_index < 0:
             continue
-        reference = contenders[-1]
-        for name, ids in answers.items():
-            for prompt, got, expected in zip(prompts, ids, answers[reference.name], strict=True):
+        for name, (step_s, _) in results.items():
+            step_ms[name].append(step_s * 1e3)
+        judge = contenders[-1]
+        for name, (_, ids) in results.items():
+            for prompt, got, expected in zip(prompts, ids, results[judge.name][1], strict=True):
                 equal = got == expected
                 matched[name] += equal
-                if not equal and reference.near_tie(prompt, prefix_len, got, expected, NEAR_TIE):
+                if not equal and judge.near_tie(prompt, prefix_len, got, expected, NEAR_TIE):
                     near_ties[name] += 1
     count = rounds * workload.batch
     answers_checked = {
@@ -220,7 +237,7 @@ def _run_workload(
         for name in step_ms
     }
     metrics = {n: _metrics(t, workload.batch) | answers_checked[n] for n, t in step_ms.items()}
-    params = workload.params(model, num_steps, contenders[0].dtype)
+    params = workload.params(model, num_steps, engines[0].dtype)
     first = contenders[0].name
     cases = [
         _case(workload.name, params, metrics, step_ms, first, other.name)
@@ -230,6 +247,28 @@ def _run_workload(
         name = f"{workload.name} (baseline itself)"
         cases.append(_case(name, params, metrics, step_ms, contenders[1].name, contenders[2].name))
     return cases
+
+
+def _in_turns(
+    engines: Sequence[EngineContender],
+    prompts: list[list[int]],
+    num_steps: int,
+    first: int,
+    tell: Callable[[str], None],
+) -> dict[str, tuple[float, Answers]]:
+    """name -> (seconds per step, answers): a few steps of one engine, then of the next."""
+    for engine in engines:
+        tell(engine.name)
+        engine.start(prompts, num_steps)
+    elapsed_s = {engine.name: 0.0 for engine in engines}
+    left, turn = num_steps - 1, first
+    while left:
+        steps = min(TURN_STEPS, left)
+        for i in range(len(engines)):
+            engine = engines[(i + turn) % len(engines)]
+            elapsed_s[engine.name] += engine.run(steps)
+        left, turn = left - steps, turn + 1
+    return {e.name: (elapsed_s[e.name] / (num_steps - 1), e.finish(num_steps)) for e in engines}
 
 
 def _case(

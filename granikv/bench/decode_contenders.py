@@ -1,7 +1,7 @@
 """Who takes part in the decode benchmark: the engine in either layout, and transformers.
 
-All run in one process with the same number of torch threads. A contender's `decode` returns the
-mean time of the steps in which every request decoded, and the tokens made.
+All run in one process with the same number of torch threads. Engines decode in turns, a few steps
+each, so that a change of the machine's speed meets both; transformers' `generate` runs whole.
 """
 
 from __future__ import annotations
@@ -20,15 +20,6 @@ Answers = list[list[int]]
 class Contender(Protocol):
     name: str
     vocab_size: int
-    dtype: str
-
-    def decode(
-        self, prompts: list[list[int]], prefix_len: int, num_steps: int
-    ) -> tuple[float, Answers]:
-        """(seconds per step, num_steps token ids per prompt), greedy.
-
-        prefix_len: tokens that all prompts share, cached from call to call; 0 if none do.
-        """
 
     def near_tie(
         self, prompt: list[int], prefix_len: int, got: list[int], expected: list[int], share: float
@@ -37,38 +28,59 @@ class Contender(Protocol):
 
 
 class EngineContender:
-    """An engine of ours in this process; its radix tree caches what prompts share."""
+    """An engine of ours in this process; its radix tree caches what prompts share.
 
-    def __init__(self, name: str, **settings: Any):
-        """settings: fields of EngineConfig."""
+    A round: `start`, `run` as often as liked, `finish`.
+    """
+
+    def __init__(self, name: str, beside: EngineContender | None = None, **settings: Any):
+        """settings: fields of EngineConfig. beside: its weights are used, not a copy: where their
+        pages lie decides up to a tenth of a step's time."""
+        from granikv.assembly import executor_beside
         from granikv.config import EngineConfig
         from granikv.engine import Engine
 
         self.name = name
-        self.engine = Engine(EngineConfig(**settings))
+        config = EngineConfig(**settings)
+        if beside is None or config.executor != "torch" or config.tp > 1:
+            self.engine = Engine(config)
+        else:
+            other = beside.engine
+            config, executor = executor_beside(config, other.tokenizer, other.executor.decoder)
+            self.engine = Engine(config, executor=executor, tokenizer=other.tokenizer)
         self.vocab_size = self.engine.model_config.vocab_size
         self.dtype = self.engine.config.dtype
         self._next_id = 0
+        self._answers: dict[str, list[int]] = {}
 
-    def decode(
-        self, prompts: list[list[int]], prefix_len: int, num_steps: int
-    ) -> tuple[float, Answers]:
-        # first everything is cached, so that then all requests decode together
+    def start(self, prompts: list[list[int]], num_steps: int) -> None:
+        """All requests are cached and decode together; num_steps: tokens that `finish` gives."""
         self._generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
         params = SamplingParams(max_tokens=2 * num_steps, temperature=0.0, ignore_eos=True)
-        answers = self._add(prompts, params)
-        while not all(answers.values()):
-            self._step(answers)
-        self._step(answers)  # a step that was launched while the last prefill ran
-        start, made = time.perf_counter(), 0
-        while made < (num_steps - 1) * len(prompts):
-            made += self._step(answers)
-        elapsed_s = time.perf_counter() - start
-        for request_id in answers:
+        self._answers = self._add(prompts, params)
+        while not all(self._answers.values()):
+            self._step(self._answers)
+        self._step(self._answers)  # a step that was launched while the last prefill ran
+        self.engine.settle()
+
+    def run(self, num_steps: int) -> float:
+        """Seconds of num_steps steps, of which each decodes every request."""
+        begin = time.perf_counter()
+        made = sum(self._step(self._answers) for _ in range(num_steps))
+        self.engine.settle()
+        elapsed_s = time.perf_counter() - begin
+        expected = num_steps * len(self._answers)
+        if made != expected:
+            raise RuntimeError(f"{self.name}: expected {expected} tokens, got {made}")
+        return elapsed_s
+
+    def finish(self, num_steps: int) -> Answers:
+        """num_steps token ids per prompt, greedy."""
+        for request_id in self._answers:
             self.engine.abort(request_id)
         while self.engine.has_work():
             self.engine.step()
-        return elapsed_s * len(prompts) / made, [ids[:num_steps] for ids in answers.values()]
+        return [ids[:num_steps] for ids in self._answers.values()]
 
     def _add(self, prompts: list[list[int]], params: SamplingParams) -> dict[str, list[int]]:
         """Queue the prompts; returns request id -> the token ids to come."""
@@ -109,7 +121,6 @@ class TransformersContender:
     """`generate` with a static cache over the batch; the shared prefix's KV is computed once."""
 
     name = "transformers"
-    dtype = "float32"
 
     def __init__(self, model: str | None):
         import torch
@@ -150,6 +161,10 @@ class TransformersContender:
     def decode(
         self, prompts: list[list[int]], prefix_len: int, num_steps: int
     ) -> tuple[float, Answers]:
+        """(seconds per step, num_steps token ids per prompt), greedy.
+
+        prefix_len: tokens that all prompts share, cached from call to call; 0 if none do.
+        """
         from transformers import StoppingCriteriaList
 
         ids = self.torch.tensor(prompts)

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import make_tiny_hf
 
 from granikv.bench import decode as bench
+from granikv.bench.decode_contenders import EngineContender
 from granikv.errors import InvalidArgument
 
 
@@ -51,14 +52,34 @@ def test_all_contenders_run_in_turns_and_agree(tmp_path):
         ("shared-0 (baseline itself)", "uniform-paging", "transformers"),
     ]
     order = [text.split()[-1] for text in told if text.startswith("shared-40")]
-    assert order[3:] == ["granikv", "uniform-paging", "transformers", "uniform-paging",
-                         "transformers", "granikv"]  # fmt: skip
+    assert order[3:] == ["granikv", "uniform-paging", "transformers",
+                         "transformers", "granikv", "uniform-paging"]  # fmt: skip
     for case in cases:
         for metrics in (case.metrics, case.baseline_metrics):
             assert metrics["same_tokens"] + metrics["near_ties"] == metrics["answers"]
             assert metrics["step_ms_min"] <= metrics["step_ms"] <= metrics["step_ms_max"]
         assert case.metrics["ratio_min"] <= case.ratio <= case.metrics["ratio_max"]
         assert case.metrics["pairs"] == 2
+
+
+def test_engines_share_weights_and_take_a_few_steps_in_turns(tmp_path, monkeypatch):
+    folder = make_tiny_hf(tmp_path)
+    (folder / "tokenizer.json").write_text(_word_tokenizer())
+    turns, decoders, run = [], set(), EngineContender.run
+
+    def noted(self, num_steps):
+        turns.append((self.name, num_steps))
+        decoders.add(self.engine.executor.decoder)
+        assert self.engine._launched is None or self.engine._launched.handle.done()
+        elapsed_s = run(self, num_steps)
+        assert self.engine._launched.handle.done(), "it would run in the other engine's time"
+        return elapsed_s
+
+    monkeypatch.setattr(EngineContender, "run", noted)
+    bench.run_decode_bench([bench.shared(2, 40, 6)], 8, 1, str(folder), with_transformers=False)
+    ours, other = "granikv", "uniform-paging"
+    once = [(ours, 4), (other, 4), (other, 3), (ours, 3)]
+    assert turns == 2 * once and len(decoders) == 1
 
 
 @pytest.mark.parametrize("steps,rounds,name", [(1, 2, "steps"), (4, 0, "rounds")])
