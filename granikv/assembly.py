@@ -30,9 +30,14 @@ def build_executor(
 
     Raises what check_engine and loading a model raise.
     """
-    config, _ = check_engine(config)
+    config, model = check_engine(config)
     if config.executor == "tensorrt":
         return _build_tensorrt(config, tokenizer)
+    if config.tp > 1:
+        from granikv.executor.torch_ranks import start_torch
+
+        tokenizer = _tokenizer(config, tokenizer)
+        return config, start_torch(config, _make_sampler(config, model, tokenizer)), tokenizer
     decoder, tokenizer = _load(config, tokenizer)
     sampler = _make_sampler(config, decoder.config, tokenizer)
     return config, make_executor(config, decoder, sampler), tokenizer
@@ -69,11 +74,15 @@ def _build_tensorrt(
 def _load(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Decoder, Tokenizer | None]:
     """The model of a resolved config, and its tokenizer; random weights need none."""
     dtype = getattr(torch, config.dtype)
-    if not config.random_weights:
+    if config.random_weights:
+        decoder = load_random(str(config.model), dtype, config.device)
+    else:
         decoder = load_model(config.model, dtype, config.device)
-        return decoder, tokenizer or load_tokenizer(config.model)
-    assert config.model is not None  # check_engine
-    return load_random(config.model, dtype, config.device), tokenizer
+    return decoder, _tokenizer(config, tokenizer)
+
+
+def _tokenizer(config: EngineConfig, tokenizer: Tokenizer | None) -> Tokenizer | None:
+    return tokenizer if config.random_weights else tokenizer or load_tokenizer(config.model)
 
 
 def build_dispatcher(config: EngineConfig, executor: Any, cache: CacheManager) -> Dispatcher:

@@ -87,7 +87,7 @@ class EngineConfig:
     executor: str = "torch"  # one of EXECUTORS
     engine_dir: str | None = None  # with executor tensorrt: what `granikv build` wrote
     plugin: str | None = None  # with executor tensorrt: GraniKV's plugin library
-    tp: int = 1  # tensor-parallel ranks; above 1 with executor tensorrt only
+    tp: int = 1  # tensor-parallel ranks, a GPU each
     capacity_tokens: int = 65536  # KV arena, one padding slot included
     max_requests: int = 256  # rows of the request table: running at once
     max_seq_len: int = 0  # 0: the model's context
@@ -127,7 +127,7 @@ class EngineConfig:
                 if getattr(self, name) is None:
                     raise InvalidArgument(name, None, "a path, with executor='tensorrt'")
             return
-        for name, unset in (("engine_dir", None), ("plugin", None), ("tp", 1)):
+        for name, unset in (("engine_dir", None), ("plugin", None)):
             if getattr(self, name) != unset:
                 expected = f"{unset}, or executor='tensorrt'"
                 raise InvalidArgument(name, getattr(self, name), expected)

@@ -14,6 +14,7 @@ import torch
 from granikv.config import EngineConfig, ModelConfig
 from granikv.cost_model import CostModel
 from granikv.engines.manifest import load_manifest
+from granikv.engines.sharding import Shard
 from granikv.errors import EngineMismatch, InvalidArgument, Unavailable, Unsupported
 from granikv.executor import resolve_device
 from granikv.executor.tensorrt_executor import engine_sizes
@@ -35,6 +36,7 @@ def check_engine(config: EngineConfig) -> tuple[EngineConfig, ModelConfig]:
     else:
         config = resolve_device(config)
         model = _model_shape(config)
+        _check_ranks(config, model)
     if config.max_seq_len > model.max_position:
         expected = f"0 to {model.max_position}, the model's context"
         raise InvalidArgument("max_seq_len", config.max_seq_len, expected)
@@ -97,6 +99,19 @@ def _engines(config: EngineConfig) -> tuple[EngineConfig, ModelConfig]:
             )
     model = dataclasses.replace(built, max_position=manifest.limits.max_seq_len)
     return dataclasses.replace(resolved, dtype=dtype), model
+
+
+def _check_ranks(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises InvalidArgument where the model or the device cannot be cut, Unavailable without the
+    GPUs for it."""
+    if config.tp == 1:
+        return
+    if config.device != "cuda":
+        raise InvalidArgument("tp", config.tp, "1 on the CPU, or executor='tensorrt'")
+    Shard(model, config.tp)
+    found = torch.cuda.device_count()
+    if found < config.tp:
+        raise Unavailable(f"tp={config.tp}: expected as many GPUs, torch sees {found}")
 
 
 def _model_shape(config: EngineConfig) -> ModelConfig:

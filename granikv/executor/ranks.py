@@ -5,7 +5,7 @@
            sample, last ids ------- broadcast ----------> the next step's input ids
 
 Plans travel through the child's standard input, private to both; the child ends with it, and at
-once when its parent dies. Tensors travel by torch.distributed: NCCL on GPUs, gloo on CPUs.
+once when its parent dies. What a rank's step does with the others is in group.py.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ import shutil
 import struct
 import subprocess
 import sys
-import tempfile
 import time
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -34,31 +33,18 @@ from granikv.engines.manifest import Manifest, load_manifest
 from granikv.engines.runtime import EngineRuntime
 from granikv.errors import Unavailable
 from granikv.executor.device_executor import Handle
+from granikv.executor.group import RankSettings, RankSteps, join, make_store, share
 from granikv.executor.tensorrt_executor import TensorRTExecutor, engine_sizes
 from granikv.processes import die_with_parent
 from granikv.sampling import Sampler
 
 RUNTIME = "granikv.engines.runtime:TensorRTRuntime"
 START_TIMEOUT_S = 300  # imports and the GPU's context
-COLLECTIVE_TIMEOUT_S = 300
 STOP_TIMEOUT_S = 10
+LeaderT = TypeVar("LeaderT", bound="LeaderSteps")
 
 
-@dataclasses.dataclass(frozen=True)
-class RankSettings:
-    """What a rank's process is told. runtime: "module:callable"; it gets runtime_options."""
-
-    rank: int
-    tp_size: int
-    folder: str
-    device: str  # "cuda": GPU number `rank`; "cpu"
-    store: str  # file of the rendezvous, in a folder of our own
-    engine_config: dict[str, Any]
-    runtime: str
-    runtime_options: dict[str, Any]
-
-
-class RankExecutor(TensorRTExecutor):
+class TensorRTRank(RankSteps, TensorRTExecutor):
     """One rank of a group that `join` has set up; rank 0's is the one the engine sees."""
 
     def __init__(
@@ -75,49 +61,20 @@ class RankExecutor(TensorRTExecutor):
         super().__init__(
             engine_config, folder, manifest, runtime, sampler, device, rank=rank, tp_size=tp_size
         )
+        self.vocab_size = manifest.model.vocab_size
         runtime.join_ranks(rank, tp_size, share)
 
     def _whole_logits(self, num_samples: int) -> torch.Tensor:
-        if num_samples == 0:
-            return super()._whole_logits(0)
-        shard = self.logits[:num_samples]
-        parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
-        dist.gather(shard, parts if self.rank == 0 else None)
-        return torch.cat(parts, dim=1)[:, : self.decoder.config.vocab_size]
-
-    def _sample(self, plan: StepPlan, *arguments: Any) -> None:
-        try:
-            if self.rank == 0:
-                super()._sample(plan, *arguments)
-        finally:  # the others wait for it, whatever became of the sampling
-            dist.broadcast(self.last_sampled, 0)
+        return self.gather_logits(self.logits[:num_samples])
 
 
-def share(content: bytes) -> bytes:
-    """Rank 0's bytes, on every rank; all give as many."""
-    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
-    tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
-    dist.broadcast(tensor, 0)
-    return tensor.cpu().numpy().tobytes()
-
-
-class LeaderExecutor(RankExecutor):
-    """Rank 0: starts the other ranks, sends them every plan, ends them at close.
+class LeaderSteps(RankSteps):
+    """Mixed into rank 0's executor: it sends every plan to the others, and ends them at close.
 
     Raises Unavailable when a rank ends on its own.
     """
 
-    def __init__(self, engine_config, folder, manifest, runtime, sampler, settings: RankSettings):
-        self._processes = RankProcesses(settings)
-        try:
-            self._processes.wait_ready()
-            device = join(settings)
-            super().__init__(
-                engine_config, folder, manifest, runtime, sampler, device, 0, settings.tp_size
-            )
-        except BaseException:
-            self._processes.kill()
-            raise
+    _processes: RankProcesses
 
     def launch(self, plan: StepPlan) -> Handle:
         try:
@@ -131,6 +88,10 @@ class LeaderExecutor(RankExecutor):
         super().close()
         dist.destroy_process_group()
         shutil.rmtree(Path(self._processes.store).parent, ignore_errors=True)
+
+
+class TensorRTLeader(LeaderSteps, TensorRTRank):
+    """Rank 0 of engines."""
 
 
 class RankProcesses:
@@ -202,13 +163,9 @@ def start_tensorrt(
     (no GPU where it is needed, no TensorRT, no plugin) and what TensorRTExecutor raises.
     """
     folder = Path(str(config.engine_dir))
-    settings = RankSettings(
-        rank=0,
-        tp_size=config.tp,
+    settings = settings_of(
+        config,
         folder=str(folder),
-        device=config.device,
-        store=make_store() if config.tp > 1 else "",
-        engine_config=json.loads(json.dumps(dataclasses.asdict(config), default=str)),
         runtime=runtime or RUNTIME,
         runtime_options={"plugin": config.plugin},
     )
@@ -223,33 +180,36 @@ def start_tensorrt(
     engine_sizes(config, manifest)
     if config.tp == 1:
         return TensorRTExecutor(config, folder, manifest, made, sampler, config.device)
-    return LeaderExecutor(config, folder, manifest, made, sampler, settings)
+
+    def leader(device: torch.device) -> TensorRTLeader:
+        return TensorRTLeader(config, folder, manifest, made, sampler, device, 0, config.tp)
+
+    return start_group(settings, leader)
 
 
-def join(settings: RankSettings) -> torch.device:
-    """Enter the group of ranks; returns this rank's device. Raises Unavailable."""
-    device = torch.device("cpu")
-    if settings.device == "cuda":
-        device = torch.device("cuda", settings.rank)
-        torch.cuda.set_device(device)
-    elif "GLOO_SOCKET_IFNAME" not in os.environ:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks of one machine
+def start_group(settings: RankSettings, make_leader: Callable[[torch.device], LeaderT]) -> LeaderT:
+    """Rank 0 of a new group of processes; make_leader gets its device once all have joined."""
+    processes = RankProcesses(settings)
     try:
-        dist.init_process_group(
-            "nccl" if settings.device == "cuda" else "gloo",
-            init_method=f"file://{settings.store}",
-            rank=settings.rank,
-            world_size=settings.tp_size,
-            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-        )
-    except (RuntimeError, ValueError) as error:
-        raise Unavailable(f"rank {settings.rank}: no group of {settings.tp_size} ranks: {error}") from error  # fmt: skip
-    return device
+        processes.wait_ready()
+        leader = make_leader(join(settings))
+    except BaseException:
+        processes.kill()
+        raise
+    leader._processes = processes
+    return leader
 
 
-def make_store() -> str:
-    """A file for the rendezvous in a new folder that only this user can read."""
-    return str(Path(tempfile.mkdtemp(prefix="granikv_ranks_")) / "store")
+def settings_of(config: EngineConfig, **more: Any) -> RankSettings:
+    """Of rank 0, with a new rendezvous where there are others."""
+    return RankSettings(
+        rank=0,
+        tp_size=config.tp,
+        device=config.device,
+        store=make_store() if config.tp > 1 else "",
+        engine_config=json.loads(json.dumps(dataclasses.asdict(config), default=str)),
+        **more,
+    )
 
 
 def ready_file(store: str, rank: int) -> Path:
@@ -264,7 +224,7 @@ def _ended(rank: int, code: int) -> Unavailable:
 
 
 def make_runtime(settings: RankSettings) -> Any:
-    module, _, name = settings.runtime.partition(":")
+    module, _, name = str(settings.runtime).partition(":")
     return getattr(importlib.import_module(module), name)(**settings.runtime_options)
 
 
@@ -285,6 +245,20 @@ def read_plan(stream: IO[bytes]) -> StepPlan | None:
     return pickle.loads(content) if len(content) == length else None
 
 
+def make_rank(settings: RankSettings, device: torch.device) -> Any:
+    """The executor of a rank above 0."""
+    config, sampler = EngineConfig(**settings.engine_config), cast(Any, NoSampler())
+    if settings.runtime is None:
+        from granikv.executor.torch_ranks import TorchRank  # needs triton
+
+        return TorchRank(config, sampler, device, settings.rank)
+    folder = Path(settings.folder)
+    return TensorRTRank(
+        config, folder, load_manifest(folder), make_runtime(settings), sampler, device,
+        rank=settings.rank, tp_size=settings.tp_size,
+    )  # fmt: skip
+
+
 def main() -> int:
     """One rank above 0, until its standard input ends."""
     settings, parent_pid = RankSettings(**json.loads(sys.argv[1])), int(sys.argv[2])
@@ -292,13 +266,7 @@ def main() -> int:
     plans = sys.stdin.buffer
     ready_file(settings.store, settings.rank).touch()
     device = join(settings)
-    folder = Path(settings.folder)
-    sampler: Any = NoSampler()
-    executor = RankExecutor(
-        EngineConfig(**settings.engine_config), folder, load_manifest(folder),
-        make_runtime(settings), sampler, device,
-        rank=settings.rank, tp_size=settings.tp_size,
-    )  # fmt: skip
+    executor = make_rank(settings, device)
     while (plan := read_plan(plans)) is not None:
         handle = executor.launch(plan)
         if handle.error is not None:  # the group has lost its order: rank 0 is told by our end

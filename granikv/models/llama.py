@@ -20,6 +20,8 @@ from granikv.models.weights import LayerWeights, ModelWeights
 # (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq * D]
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
 
 class DecoderLayer:
     """One layer's weights, its products ready to run."""
@@ -52,6 +54,7 @@ class Decoder:
         self.layers: list[DecoderLayer] = []
         while weights.layers:
             self.layers.append(DecoderLayer(weights.layers.pop(0), self.device))
+        self.reduce: Reduce | None = None  # sums over tensor-parallel ranks, in place
         self.rope_in_attend = False  # attend rotates q and k itself, as it stores them
         self.rotary = RotaryTable(
             config.head_dim,
@@ -99,7 +102,11 @@ class Decoder:
                 out = attend(index, qk[:, :num_q], qk[:, num_q:], v)
             if index == last and sample_rows is not None:  # nobody reads the other rows any more
                 x, out = x[sample_rows], out[sample_rows]
-            normed, x = add_rms_norm(layer.out(out), x, layer.post_norm, eps)
-            delta = layer.down(silu_mul(layer.gate_up(normed)))
+            delta = self._sum(layer.out(out))
+            normed, x = add_rms_norm(delta, x, layer.post_norm, eps)
+            delta = self._sum(layer.down(silu_mul(layer.gate_up(normed))))
         normed, _ = add_rms_norm(delta, x, self.final_norm, eps)
         return self.lm_head.in_fp32(normed)
+
+    def _sum(self, partial: torch.Tensor) -> torch.Tensor:
+        return partial if self.reduce is None else self.reduce(partial)

@@ -6,7 +6,9 @@ that such a model makes is noise.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from zlib import crc32
 
 import torch
 
@@ -32,12 +34,19 @@ def load_random(
     Raises ModelFileError for a missing or unusable file.
     """
     config = read_shape(config_path)
-    generator = torch.Generator(device).manual_seed(seed)
+    return Decoder(config, build_weights(config, random_tensors(dtype, device, seed)), device)
+
+
+def random_tensors(
+    dtype: torch.dtype, device: torch.device | str, seed: int = 0
+) -> Callable[[str, tuple[int, ...]], torch.Tensor]:
+    """get(name, shape) gives the same values whenever it is called: every rank cuts the same."""
 
     def get(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=dtype, device=device)
+        generator = torch.Generator(device).manual_seed(seed + crc32(name.encode()))
         tensor = torch.empty(shape, dtype=dtype, device=device)
         return tensor.normal_(0.0, 0.02, generator=generator)
 
-    return Decoder(config, build_weights(config, get), device)
+    return get

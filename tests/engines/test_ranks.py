@@ -19,7 +19,7 @@ from granikv.config_check import check_engine
 from granikv.engine import Engine
 from granikv.engines.build import BuildSettings, build
 from granikv.errors import EngineMismatch, InvalidArgument, ModelFileError, Unavailable
-from granikv.executor.ranks import LeaderExecutor, start_tensorrt
+from granikv.executor.ranks import TensorRTLeader, start_tensorrt
 from granikv.executor.torch_executor import TorchExecutor
 from granikv.models import find_model, load_model
 from granikv.sampling import Sampler
@@ -55,7 +55,7 @@ def start(built, monkeypatch, manifest=None, **changes):
 @pytest.mark.parametrize("async_depth", [0, 1])
 def test_tokens_are_the_torch_executors(built, monkeypatch, async_depth):
     settings, executor = start(built, monkeypatch, async_depth=async_depth)
-    assert isinstance(executor, LeaderExecutor)
+    assert isinstance(executor, TensorRTLeader)
     engine = make_engine(executor, settings)
     plain = config(profile="default")
     decoder = load_model(built[0])
@@ -140,7 +140,6 @@ def test_misfits_are_refused_before_a_process_starts(built, monkeypatch):
         ({"executor": "onnx"}, "executor"),
         ({"executor": "tensorrt"}, "engine_dir"),
         ({"executor": "tensorrt", "engine_dir": "x"}, "plugin"),
-        ({"tp": 2}, "tp.*executor='tensorrt'"),
         ({"engine_dir": "x"}, "engine_dir.*executor='tensorrt'"),
     ],
 )
