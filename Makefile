@@ -17,7 +17,8 @@ PY := $(VENV)/bin/python
 # pip shows its progress where somebody looks
 PIP := $(PY) -m pip --disable-pip-version-check install $(if $(MAKE_TERMOUT),,-q)
 CONSTRAINTS := build_scripts/constraints-cpu.txt
-PACKAGES = $(PIP) -c $(CONSTRAINTS) "numpy==1.26.4" "$(TORCH)" $(PIP_OPTIONS)
+# compat: a path entry; a clone named granikv would hide the other kind from its parent folder
+PACKAGES = $(PIP) --config-settings editable_mode=compat -c $(CONSTRAINTS) "numpy==1.26.4" "$(TORCH)" $(PIP_OPTIONS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup dev demo serve test lint typecheck clean
@@ -52,11 +53,15 @@ $(VENV)/.dev: $(VENV)/.ok
 # TensorRT-RTX for two tests of the plugin; without it they are skipped and say so.
 $(VENV)/.plugin: $(VENV)/.dev
 	@echo "installing TensorRT-RTX (109 MB) for two tests of the plugin"
-	@$(PIP) -c $(CONSTRAINTS) -e ".[plugin]" $(PIP_OPTIONS) \
+	@$(PIP) --config-settings editable_mode=compat -c $(CONSTRAINTS) -e ".[plugin]" $(PIP_OPTIONS) \
 		|| echo "TensorRT-RTX cannot be installed here: two plugin tests will be skipped"
 	@touch $@
 
-demo: $(VENV)/.ok    ## the multi-agent demo over a real Triton server (DEMO=short: under a minute)
+ifneq ($(filter-out full short,$(DEMO)),)
+$(error DEMO: expected full or short, got $(DEMO))
+endif
+
+demo: $(VENV)/.ok    ## the multi-agent demo over a real Triton server (DEMO=short: fewer agents)
 	$(PY) -m granikv.cli demo $(if $(filter short,$(DEMO)),--short)
 
 serve: $(VENV)/.ok   ## the server in the foreground: HTTP 8000, gRPC 8001 (SERVE_OPTIONS=...)

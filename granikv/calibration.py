@@ -108,7 +108,7 @@ class Meter:
 
     def check_load(self) -> None:
         """Threads that wait for a processor make every time longer, steadily."""
-        load, num_cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
+        load, num_cpus = machine_load()
         if load > 0.5 * num_cpus:
             self.disturbed = True
             self._warn(f"the machine is busy (load {load:.1f} on {num_cpus} processors)")
@@ -302,6 +302,11 @@ def measure_cpu_profile(
             "warnings": meter.warnings,
             "disturbed": meter.disturbed,
         }
+
+
+def machine_load() -> tuple[float, int]:
+    """(processes that run or wait, mean of a minute; processors)."""
+    return os.getloadavg()[0], len(os.sched_getaffinity(0))
 
 
 def cpu_name() -> str:

@@ -24,7 +24,8 @@ from granikv.errors import InvalidArgument
 log = logging.getLogger(__name__)
 
 DEFAULT_PROFILE = Path(__file__).parent / "profiles" / "cpu_default.json"
-DISTURBED_PROFILE_S = 600.0  # how long one that a busy machine gave is used
+DISTURBED_PROFILE_S = 600.0  # how soon after one that a busy machine gave another is measured
+MAX_LOAD = 1.5  # of each processor, above which measuring is not even tried
 FLAT_BASE_TOKENS = 64  # a row's own suffix, to which a short flat prefix is added
 
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, ZeroDivisionError)  # of a profile
@@ -141,28 +142,46 @@ class Grid:
 
 
 def _cached_profile(model_config: ModelConfig, num_threads: int) -> dict:
-    """The profile of this machine and head geometry, measured when no cached one is readable."""
+    """The profile of this machine and head geometry, measured when no cached one is readable.
+
+    The shipped one while the machine is too busy: its times are another machine's, but they fit
+    together, and choices are made by comparing them.
+    """
     path = calibration.profile_path(model_config, num_threads)
     try:
         profile = read_profile(path)
         CostModel(profile, model_config)
-        age_s = time.time() - path.stat().st_mtime
-        if not (profile.get("disturbed") and age_s > DISTURBED_PROFILE_S):
+        if not profile.get("disturbed"):
             return profile
+        if time.time() - path.stat().st_mtime < DISTURBED_PROFILE_S:
+            log.info("profile %s was measured on a busy machine: the shipped one is used", path)
+            return read_profile(DEFAULT_PROFILE)
         log.info("profile %s was measured on a busy machine and is measured again", path)
     except FileNotFoundError:
         log.info("measuring the CPU profile, cached in %s", path)
     except UNREADABLE as error:
         log.warning("profile %s is unreadable and is measured again: %s", path, error)
-    with calibration.torch_threads(num_threads):
-        profile = calibration.measure_cpu_profile(model_config)
-    if profile.get("disturbed"):
+    load, num_cpus = calibration.machine_load()
+    if load > MAX_LOAD * num_cpus:
         log.warning(
-            "the CPU profile was measured on a busy machine, a later start measures it again; "
-            "or run `granikv calibrate` when it is quiet"
+            "the machine is busy (load %.1f on %d processors): the shipped CPU profile is used, "
+            "the next start on a quieter one measures its own",
+            load,
+            num_cpus,
         )
+        return read_profile(DEFAULT_PROFILE)
+    meter = calibration.Meter(warn=lambda text: log.info("calibration: %s", text))
+    with calibration.torch_threads(num_threads):
+        profile = calibration.measure_cpu_profile(model_config, meter=meter)
     try:
         calibration.store_profile(profile, path)
     except OSError as error:
         log.warning("the CPU profile could not be cached: %s", error)
-    return profile
+    if not profile.get("disturbed"):
+        return profile
+    log.warning(
+        "other programs disturbed the measurement of the CPU profile: the shipped one is used, "
+        "a start after %.0f minutes measures again; or run `granikv calibrate` when it is quiet",
+        DISTURBED_PROFILE_S / 60,
+    )
+    return read_profile(DEFAULT_PROFILE)

@@ -150,7 +150,11 @@ def read_series(address: str, timeout_s: float = 10.0) -> dict[str, float]:
         with urllib.request.urlopen(url, timeout=timeout_s) as answer:
             text = answer.read().decode()
     except (OSError, http.client.HTTPException) as error:  # no server, or one of another kind
-        raise Unavailable(f"{url}: no metrics there ({error}); is the server running?") from None
+        reason = getattr(error, "reason", error)  # some hold bytes of another protocol
+        raise Unavailable(
+            f"{url}: no metrics there ({str(reason).encode('unicode_escape').decode()}); is the server "
+            "running, and this its metrics port (8002 unless told otherwise)?"
+        ) from None
     return {
         f"{name}{{{labels}}}" if labels else name: float(value)
         for name, labels, value in SERIES.findall(text)

@@ -39,7 +39,7 @@ def lines(plan: StepPlan) -> list[str]:
     text = [
         f"step {plan.step_id}: {num_decode} decode rows, {num_rows - num_decode} extend rows of "
         f"{num_extend} requests; {plan.regime}-bound; KV tokens read {plan.kv_tokens_read}, "
-        f"unshared {plan.kv_tokens_flat}; predicted {plan.predicted_us:.0f} us per layer"
+        f"unshared {plan.kv_tokens_flat}; shared spans predicted {plan.predicted_us:.0f} us per layer"
     ]
     for choice in plan.choices:
         text.append(

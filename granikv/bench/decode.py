@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -76,7 +77,7 @@ class Workload:
         lens = [self.prefix_len(path) for path in self.paths]
         paths = sorted(set(self.paths), key=self.paths.index)
         return {
-            "model": model or "embedded",
+            "model": Path(model).name if model else "embedded",
             "tp": 1,
             "batch": self.batch,
             "prefix_len": lens[0] if len(set(lens)) == 1 else lens,

@@ -110,7 +110,7 @@ def result_record(cases: list[Case], with_probe: bool = True) -> dict:
         "driver": driver,
         "commit": current_commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(x).name if x.startswith("/") else x for x in sys.argv]),
         "probe": probe() if with_probe else {},
         "cases": [asdict(case) for case in cases],
     }

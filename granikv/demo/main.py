@@ -88,7 +88,7 @@ def run_demo(short: bool, folder: Path, console: Console | None = None) -> int:
         "responses": sum(len(run.responses) for run in runs),
         "failed": len(failed),
         "answers compared": num_compared,
-        "compared with transformers": short,
+        "reference": "transformers" if short else "the other layout",
         "near-ties": num_ties,
         "different": len(wrong),
         "passed": matched and not failed,

@@ -267,9 +267,11 @@ class ServerHandle:
             if dead is None:
                 return 0
             self.kill()
-            print(f"granikv: the {dead} process died; server killed", file=sys.stderr, flush=True)
             if time.monotonic() - started > 60:
                 restarts, backoff_s = 0, 0.5
+            then = "starting again" if restarts < max_restarts else "no restart is left"
+            text = f"granikv: the {dead} process died; server killed, {then}"
+            print(text, file=sys.stderr, flush=True)
             while not self.stop_requested.is_set():
                 if restarts >= max_restarts:
                     return 1

@@ -7,6 +7,7 @@ the model loads.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
 import sys
@@ -55,7 +56,9 @@ def check_engine_fields(fields: dict, source: str) -> dict:
     known = {f.name: str(f.type) for f in dataclasses.fields(EngineConfig)}
     for name in fields:
         if name not in known:
-            raise InvalidArgument(f"{source}: {name}", fields[name], f"one of {sorted(known)}")
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"{near[0]!r}, or another" if near else "one"
+            raise InvalidArgument(f"{source}: name", name, f"{hint} of {sorted(known)}")
         expected = known[name].partition(" ")[0]  # "str | None": a string
         value, types = fields[name], JSON_TYPES[expected]
         if value is None and "None" in known[name]:

@@ -124,10 +124,11 @@ def test_the_shipped_profile_of_a_gpu_is_called_default_as_well():
 def test_profile_is_measured_once_and_cached(tmp_path, monkeypatch):
     calls = []
 
-    def fake(model_config):
+    def fake(model_config, meter):
         calls.append(model_config)
         return profile()
 
+    monkeypatch.setattr(calibration, "machine_load", lambda: (0.0, 2))
     monkeypatch.setattr(calibration.Path, "home", lambda: tmp_path)
     monkeypatch.setattr(calibration, "measure_cpu_profile", fake)
     first = CostModel.load(None, MODEL, 2).profile
@@ -143,22 +144,36 @@ def test_profile_is_measured_once_and_cached(tmp_path, monkeypatch):
 def test_a_profile_of_a_busy_machine_is_measured_again_later(tmp_path, monkeypatch, caplog):
     calls = []
 
-    def fake(model_config):
+    def fake(model_config, meter):
         calls.append(model_config)
         return profile() | {"disturbed": len(calls) == 1}
 
+    shipped = CostModel.load("default", MODEL).profile
+
+    monkeypatch.setattr(calibration, "machine_load", lambda: (0.0, 2))
     monkeypatch.setattr(calibration.Path, "home", lambda: tmp_path)
     monkeypatch.setattr(calibration, "measure_cpu_profile", fake)
-    CostModel.load(None, MODEL, 2)
+    assert CostModel.load(None, MODEL, 2).profile == shipped
     assert "granikv calibrate" in caplog.text
-    CostModel.load(None, MODEL, 2)
+    assert CostModel.load(None, MODEL, 2).profile == shipped
     assert len(calls) == 1
     (cached,) = (tmp_path / ".cache" / "granikv").glob("*.json")
     os.utime(cached, (0, 0))
     CostModel.load(None, MODEL, 2)
     os.utime(cached, (0, 0))
-    CostModel.load(None, MODEL, 2)
+    assert CostModel.load(None, MODEL, 2).profile == profile() | {"disturbed": False}
     assert len(calls) == 2, "a quiet machine's profile stays"
+
+
+def test_a_very_busy_machine_is_not_measured_at_all(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(calibration.Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(calibration, "machine_load", lambda: (10.0, 2))
+    monkeypatch.setattr(
+        calibration, "measure_cpu_profile", lambda *_, **__: pytest.fail("measured")
+    )
+    shipped = CostModel.load("default", MODEL).profile
+    assert CostModel.load(None, MODEL, 2).profile == shipped
+    assert "load 10.0 on 2 processors" in caplog.text and not list(tmp_path.iterdir())
 
 
 def test_calibrate_stores_what_the_engine_then_loads(tmp_path, monkeypatch):
