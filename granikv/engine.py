@@ -29,7 +29,7 @@ from granikv.core import (
     StepOutput,
     StepPlan,
 )
-from granikv.errors import AlreadyExists, InvalidArgument, Unavailable, Unsupported
+from granikv.errors import AlreadyExists, InvalidArgument, Quantity, Unavailable, Unsupported
 from granikv.metrics import ENGINE_COUNTERS, PROBE_PREFIX, Histogram, Stats
 from granikv.sampling_params import SamplingParams
 from granikv.scheduler import DrainNeeded, Scheduler
@@ -135,6 +135,7 @@ class Engine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidArgument("prompt", prompt[:40], "token ids: there is no tokenizer")
+            self.tokenizer.check_size(prompt, self.max_prompt_len)
             tokens = self.tokenizer.encode(prompt)
         else:
             tokens = np.asarray(prompt)
@@ -148,6 +149,11 @@ class Engine:
             raise InvalidArgument("prompt", "", "at least one token")
         return np.asarray(tokens, dtype=np.int32)
 
+    @property
+    def max_prompt_len(self) -> int:
+        """Tokens that a prompt stays below."""
+        return min(self.max_seq_len, self.cache.max_request_tokens)
+
     def _check_ids(self, params: SamplingParams) -> None:
         vocab = self.model_config.vocab_size
         ids = [("stop_token_ids", i) for i in params.stop_token_ids]
@@ -159,11 +165,10 @@ class Engine:
             raise InvalidArgument("bad_words_ids", (), "non-empty token sequences")
 
     def _check_lengths(self, tokens: np.ndarray, params: SamplingParams) -> None:
-        limit = min(self.max_seq_len, self.cache.max_request_tokens)
+        limit = self.max_prompt_len
         if len(tokens) >= limit:
-            raise InvalidArgument(
-                "prompt", f"{len(tokens)} tokens", f"fewer than {limit} tokens (the context)"
-            )
+            found = Quantity(f"{len(tokens)} tokens")
+            raise InvalidArgument("prompt", found, f"fewer than {limit} tokens (the context)")
         if len(tokens) + params.max_tokens > limit:
             raise InvalidArgument(
                 "max_tokens",

@@ -12,6 +12,12 @@ class GraniKVError(Exception):
     code = "INTERNAL"
 
 
+class Quantity(str):
+    """A number with its unit, without quotes in messages: "9 tokens"."""
+
+    __repr__ = str.__str__
+
+
 class InvalidArgument(GraniKVError, ValueError):
     """A field of a request or of a configuration is wrong; names field, value and limit."""
 

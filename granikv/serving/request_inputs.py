@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from granikv.errors import InvalidArgument, Unsupported
+from granikv.errors import InvalidArgument, Quantity, Unsupported
 from granikv.sampling_params import SamplingParams
 
-MAX_STOP_WORDS = 256
+MAX_WORDS = 256  # stop_words, and bad_words
+MAX_WORD_BYTES = 1024
 RETURN_FLAGS = ("log_probs", "perf_metrics", "num_input_tokens", "num_output_tokens")
 
 
@@ -173,7 +174,7 @@ def read_row(tensors: Mapping[str, np.ndarray], index: int, exclude_by_default: 
     return Row(
         text,
         sampling,
-        read.texts("bad_words"),
+        read_words(read, "bad_words"),
         read.text("cache_salt") or "",
         read.text("prefix_id") or "",
         shared_prefix_len,
@@ -183,6 +184,19 @@ def read_row(tensors: Mapping[str, np.ndarray], index: int, exclude_by_default: 
         not (exclude_by_default if excluded is None else excluded),
         returns,
     )
+
+
+def read_words(read: RowReader, name: str) -> list[str]:
+    """A list of words, bounded: each costs time in which no other request goes on."""
+    words = read.texts(name)
+    if len(words) > MAX_WORDS:
+        raise InvalidArgument(name, len(words), f"at most {MAX_WORDS} words")
+    longest = max((len(word.encode(errors="replace")) for word in words), default=0)
+    if longest > MAX_WORD_BYTES:
+        raise InvalidArgument(
+            name, Quantity(f"{longest} bytes"), f"at most {MAX_WORD_BYTES} bytes in a word"
+        )
+    return words
 
 
 def read_sampling(read: RowReader) -> dict:
@@ -207,9 +221,7 @@ def read_sampling(read: RowReader) -> dict:
             sampling[name] = value
     if not sampling.keys() & {"temperature", "top_k", "top_p", "min_p"}:
         sampling["temperature"] = 0.0
-    stop_words = read.texts("stop_words")
-    if len(stop_words) > MAX_STOP_WORDS:
-        raise InvalidArgument("stop_words", len(stop_words), f"at most {MAX_STOP_WORDS} words")
+    stop_words = read_words(read, "stop_words")
     if stop_words:
         sampling["stop"] = stop_words
     end_id = read.scalar("end_id")

@@ -112,27 +112,31 @@ class TritonAdapter:
                     row.priority,
                 )
             )
-        with self.lock:
-            taken = [i for i in (call_id, *call.rows) if i in self.calls or i in self.owners]
-            if taken:
-                raise AlreadyExists(f"request id {taken[0]!r} belongs to a live request")
+        with call.lock:  # who finds the call can abort it only once the engine knows its rows
             if commands:
-                self.calls[call_id] = call
-                self.owners.update(dict.fromkeys(call.rows, call))
-        with call.lock:
+                self._register(call)
             for refusal in errors:
                 self._send(sender, error=refusal, final=not commands and refusal is errors[-1])
-        for command in commands:
-            self.client.send(command)
+            for command in commands:
+                self.client.send(command)
         if self.client.dead_reason:
             self.on_death(self.client.dead_reason)
+
+    def _register(self, call: Call) -> None:
+        with self.lock:
+            taken = [i for i in (call.call_id, *call.rows) if i in self.calls or i in self.owners]
+            if taken:
+                raise AlreadyExists(f"request id {taken[0]!r} belongs to a live request")
+            self.calls[call.call_id] = call
+            self.owners.update(dict.fromkeys(call.rows, call))
 
     def _abort(self, call: Call | None, override: Exception | None = None) -> None:
         if call is None:
             return
-        call.override = call.override or override
-        for engine_id in list(call.rows):
-            self.client.send(wire.Abort(engine_id))
+        with call.lock:
+            call.override = call.override or override
+            for engine_id in list(call.rows):
+                self.client.send(wire.Abort(engine_id))
 
     # --- answers, on the client's socket thread
 
