@@ -198,10 +198,15 @@ def step_capacities(max_requests: int, max_tokens: int, shape: AttentionShape) -
     )
 
 
-def attention_shape(model_config: ModelConfig, dtype: torch.dtype) -> AttentionShape:
-    """The heads that kernels and plan_splits need. Raises Unsupported without a kernel."""
+def attention_shape(
+    model_config: ModelConfig, dtype: torch.dtype, fp8_kv: bool = False
+) -> AttentionShape:
+    """The heads that kernels and plan_splits need; dtype: of q, and of KV unless fp8_kv.
+
+    Raises Unsupported without a kernel.
+    """
     heads = (model_config.num_qo_heads, model_config.num_kv_heads, model_config.head_dim)
-    return AttentionShape(*heads, element_bytes=dtype.itemsize)
+    return AttentionShape(*heads, element_bytes=dtype.itemsize, fp8_kv=fp8_kv)
 
 
 def sm_count(device: torch.device) -> int:
