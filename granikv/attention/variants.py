@@ -182,6 +182,24 @@ LAYOUTS: dict[str, Layout] = {
     )
 }
 
+# FP8 KV: widening takes registers; the caps are the least without a spill.
+FP8_M64 = replace(M64, max_registers=168)
+FP8_M128 = replace(M128, max_registers=200)
+FP8_THIN = replace(COLD_THIN, max_registers=168)
+FP8_LAYOUTS = LAYOUTS | {
+    "flat": replace(LAYOUTS["flat"], cold=FP8_THIN),
+    "mid": replace(LAYOUTS["mid"], hot=FP8_M64, cold=FP8_THIN),
+    "large": replace(LAYOUTS["large"], hot=FP8_M128, cold=FP8_THIN),
+    "groups": replace(LAYOUTS["groups"], hot=FP8_M64),
+    "many": replace(LAYOUTS["many"], cold=FP8_THIN),
+    "mixed": replace(LAYOUTS["mixed"], cold=FP8_THIN, gemm=FP8_M128),
+}
+
+
+def layouts_of(shape: AttentionShape) -> dict[str, Layout]:
+    """The layouts by name, the same names for all shapes."""
+    return FP8_LAYOUTS if shape.fp8_kv else LAYOUTS
+
 
 def takes_descriptors(tile: HotTile, shape: AttentionShape, capability: int) -> bool:
     """Whether the tile loads K and V by descriptors on a GPU of this compute capability."""

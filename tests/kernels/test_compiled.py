@@ -22,7 +22,7 @@ from granikv.attention.kernels.extend import extend_build
 from granikv.attention.kernels.hot import hot_build
 from granikv.attention.kernels.merge import merge_build
 from granikv.attention.kernels.small import small_build
-from granikv.attention.variants import LAYOUTS, AttentionShape, extend_tile
+from granikv.attention.variants import FP8_LAYOUTS, LAYOUTS, AttentionShape, extend_tile
 
 SHAPE = AttentionShape(32, 8, 128, 2)
 FP8_SHAPE = AttentionShape(32, 8, 128, 2, fp8_kv=True)
@@ -67,7 +67,7 @@ def test_merge_does_not_spill(tmp_path):
 
 
 def fp8_builds() -> dict[str, KernelBuild]:
-    shape, layouts = FP8_SHAPE, LAYOUTS
+    shape, layouts = FP8_SHAPE, FP8_LAYOUTS
     small = layouts["small"]
     return {
         "append": append_build(shape, True, True),

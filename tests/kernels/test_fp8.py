@@ -15,7 +15,7 @@ from test_kernels_step import EVERYONE, EXTENDS, MIXED, OTHER, TOOLS
 from granikv.attention.gpu import FP8, GpuAttention
 from granikv.attention.kernels.append import append_kv
 from granikv.attention.reference import quantize_kv
-from granikv.attention.variants import LAYOUTS, AttentionShape
+from granikv.attention.variants import FP8_LAYOUTS, AttentionShape
 from granikv.core import Count
 from granikv.errors import InvalidArgument
 from granikv.models.layers import RotaryTable, apply_rope
@@ -88,14 +88,14 @@ def test_append_quantises_after_rope():
     assert torch.equal(got_v, quantize_kv(v, SCALES[1]).float()[:-1])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", FP8_LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fp8_ragged_groups_in_every_layout(layout, dtype):
     if layout == "flat":
         rows = [dataclasses.replace(r, flat=True) for r in MIXED]
     else:
         rows = MIXED + EXTENDS if layout == "large" or ON_GPU else MIXED
-    Step(rows, dtype=dtype, layout=LAYOUTS[layout], kv_scales=SCALES).check()
+    Step(rows, dtype=dtype, layout=FP8_LAYOUTS[layout], kv_scales=SCALES).check()
 
 
 @pytest.mark.parametrize("heads", [(9, 3), (7, 1), (16, 1), (3, 3)])
