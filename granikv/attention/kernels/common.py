@@ -45,7 +45,9 @@ def as_operand(q, kv_dtype: tl.constexpr):
     exactly and one instruction widens two of them, where bf16 takes four.
     """
     if (kv_dtype == tl.float8e4nv) and (q.dtype == tl.bfloat16):
-        return tl.clamp(q.to(tl.float32), -FP16_MAX, FP16_MAX).to(tl.float16)
+        wide = q.to(tl.float32)
+        kept = tl.clamp(wide, -FP16_MAX, FP16_MAX, propagate_nan=tl.PropagateNan.ALL)
+        return kept.to(tl.float16)
     else:
         return q
 
