@@ -91,6 +91,8 @@ def build_dispatcher(config: EngineConfig, executor: Any, cache: CacheManager) -
     cutter = getattr(executor, "plan_cutter", None)
     if cutter is None:
         return Dispatcher(CostModel.load(config.profile, model, config.num_threads), cache)
-    element_bytes = cutter.shape.element_bytes
-    cost = GpuCostModel.load(config.profile, model, element_bytes, executor.device_name)
+    shape = cutter.shape
+    cost = GpuCostModel.load(
+        config.profile, model, shape.element_bytes, executor.device_name, shape.kv_element_bytes
+    )
     return Dispatcher(cost, cache, cutter)

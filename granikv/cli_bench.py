@@ -172,6 +172,9 @@ def bench_attention(
         list[str] | None, typer.Option(help="Only the case of this name; may be repeated.")
     ] = None,
     baselines: Annotated[bool, typer.Option(help="Measure other libraries as well.")] = True,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="fp8: FP8 KV, against the same with KV in bfloat16.")
+    ] = "auto",
     commit: Annotated[
         str, typer.Option(help="The clean commit that is measured; asked of git if absent.")
     ] = "",
@@ -183,6 +186,7 @@ def bench_attention(
 
         from granikv.bench.harness import result_record, write_json
         from granikv.bench.report import print_cases
+        from granikv.config import EngineConfig
         from granikv.errors import Unavailable
 
         if not torch.cuda.is_available():
@@ -190,9 +194,12 @@ def bench_attention(
         with _in_this_build("attention"):
             from granikv.bench.attention import choose_cases, run_attention_bench
 
-        chosen = choose_cases(case or ())
+        chosen, fp8_kv = (
+            choose_cases(case or ()),
+            EngineConfig(kv_cache_dtype=kv_cache_dtype).fp8_kv,
+        )
         entries, probe = run_attention_bench(
-            chosen, baselines, lambda text: print(text, flush=True)
+            chosen, baselines, lambda text: print(text, flush=True), fp8_kv
         )
         print_cases(entries, "Attention")
         if json_file is not None:

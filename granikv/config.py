@@ -61,6 +61,8 @@ UNIFORM_PAGE_TOKENS = 16  # the usual page of paged engines
 
 DEVICES = ("auto", "cpu", "cuda")
 EXECUTORS = ("torch", "tensorrt")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # as users of vLLM and TensorRT-LLM know them
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_THREADS = 1024
 LIMITS = {  # lowest and highest
     "capacity_tokens": (2, INT32_MAX),
@@ -84,6 +86,7 @@ class EngineConfig:
     random_weights: bool = False  # `model` gives the shape alone: speed without a download
     device: str = "auto"  # one of DEVICES; auto: the GPU where there is one
     dtype: str = "auto"  # of weights and KV; auto: bfloat16 on a GPU, float32 on the CPU
+    kv_cache_dtype: str = "auto"  # one of KV_CACHE_DTYPES; auto: dtype; fp8 is fp8_e4m3, on a GPU
     executor: str = "torch"  # one of EXECUTORS
     engine_dir: str | None = None  # with executor tensorrt: what `granikv build` wrote
     plugin: str | None = None  # with executor tensorrt: GraniKV's plugin library
@@ -109,6 +112,9 @@ class EngineConfig:
                 raise InvalidArgument(name, getattr(self, name), f"{lowest} to {highest}")
         if not 0 <= self.recency_window_s < math.inf:
             raise InvalidArgument("recency_window_s", self.recency_window_s, "0 or more seconds")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            expected = f"one of {KV_CACHE_DTYPES}"
+            raise InvalidArgument("kv_cache_dtype", self.kv_cache_dtype, expected)
         self._check_executor()
         if self.prefix_layout not in ("asymmetric", "uniform"):
             raise InvalidArgument("prefix_layout", self.prefix_layout, "'asymmetric' or 'uniform'")
@@ -126,11 +132,29 @@ class EngineConfig:
             for name in ("engine_dir", "plugin"):
                 if getattr(self, name) is None:
                     raise InvalidArgument(name, None, "a path, with executor='tensorrt'")
+            if self.fp8_kv:
+                expected = "'auto': engines have no FP8 KV; executor='torch' on a GPU has"
+                raise InvalidArgument("kv_cache_dtype", self.kv_cache_dtype, expected)
             return
         for name, unset in (("engine_dir", None), ("plugin", None)):
             if getattr(self, name) != unset:
                 expected = f"{unset}, or executor='tensorrt'"
                 raise InvalidArgument(name, getattr(self, name), expected)
+
+    @property
+    def fp8_kv(self) -> bool:
+        """Whether KV is stored as e4m3 with a scale per layer."""
+        return self.kv_cache_dtype != "auto"
+
+    @property
+    def kv_dtype(self) -> str:
+        """torch's name of the stored KV's type, once dtype is decided."""
+        return "float8_e4m3fn" if self.fp8_kv else self.dtype
+
+    @property
+    def kv_element_bytes(self) -> int:
+        """Of one stored number; a dtype that is not decided yet counts as float32."""
+        return 1 if self.fp8_kv else DTYPE_BYTES.get(self.dtype, 4)
 
     @property
     def page_tokens(self) -> int:

@@ -65,6 +65,7 @@ class Engine:
         self.config = config
         self.executor = executor
         self.model_config = executor.decoder.config
+        self._kv_token_bytes = self.model_config.kv_bytes_per_token(config.kv_element_bytes)
         self.max_seq_len = min(
             config.max_seq_len or self.model_config.max_position, self.model_config.max_position
         )
@@ -117,7 +118,7 @@ class Engine:
             request_id,
             tokens,
             params,
-            namespace=(str(self.config.model or ""), adapter, salt, self.config.dtype),
+            namespace=(str(self.config.model or ""), adapter, salt, self.config.kv_dtype),
             arrival_time=self.clock(),
             priority=priority,
             prefix_id=prefix_id,
@@ -226,10 +227,9 @@ class Engine:
         return _Launched(batch, plan, self.executor.launch(plan))
 
     def _count(self, plan: StepPlan) -> None:
-        bytes_per_token = self.model_config.kv_bytes_per_token()
         self.counters["steps"] += 1
-        self.counters["kv_bytes_read"] += plan.kv_tokens_read * bytes_per_token
-        self.counters["kv_bytes_flat"] += plan.kv_tokens_flat * bytes_per_token
+        self.counters["kv_bytes_read"] += plan.kv_tokens_read * self._kv_token_bytes
+        self.counters["kv_bytes_flat"] += plan.kv_tokens_flat * self._kv_token_bytes
         self.counters["predicted_us"] += plan.predicted_us
         self.counters[f"steps_{plan.regime}"] += 1
         for choice in plan.choices:
@@ -376,7 +376,7 @@ class Engine:
                 "used_tokens": usage["capacity"] - free,
                 "used_fraction": 1.0 - free / usage["capacity"],
                 "tokens_per_block": 1,
-                "kv_bytes": usage["capacity"] * self.model_config.kv_bytes_per_token(),
+                "kv_bytes": usage["capacity"] * self._kv_token_bytes,
                 **{f"kv_{key}_tokens": value for key, value in usage.items()},
             },
         )

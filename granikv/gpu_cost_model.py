@@ -19,17 +19,31 @@ FIELDS = ("read_gb_per_s", "gemm_tflops", "cascade_tflops", "matmul_tflops", "it
 
 
 class GpuCostModel:
-    """profile: a dictionary with the fields of FIELDS; element_bytes: of the KV cache."""
+    """profile: a dictionary with the fields of FIELDS; element_bytes: of the weights, and of the KV
+    cache unless kv_element_bytes says otherwise (1: FP8, which is widened at the same rate).
+    """
 
-    def __init__(self, profile: dict, model_config: ModelConfig, element_bytes: int):
+    def __init__(
+        self,
+        profile: dict,
+        model_config: ModelConfig,
+        element_bytes: int,
+        kv_element_bytes: int | None = None,
+    ):
         missing = [name for name in FIELDS if not profile.get(name, 0) > 0]
         if missing:
             raise InvalidArgument("profile", sorted(profile), f"with {', '.join(missing)}")
         self.profile, self.model, self.element_bytes = profile, model_config, element_bytes
+        self.kv_element_bytes = kv_element_bytes or element_bytes
 
     @classmethod
     def load(
-        cls, profile: str | None, model_config: ModelConfig, element_bytes: int, gpu_name: str
+        cls,
+        profile: str | None,
+        model_config: ModelConfig,
+        element_bytes: int,
+        gpu_name: str,
+        kv_element_bytes: int | None = None,
     ) -> GpuCostModel:
         """profile: path of a JSON file, "default": the packaged one that fits any GPU, or None: the
         packaged one of this GPU, else the default. Raises InvalidArgument."""
@@ -41,13 +55,13 @@ class GpuCostModel:
         else:
             path = Path(profile)
         try:
-            return cls(read_profile(path), model_config, element_bytes)
+            return cls(read_profile(path), model_config, element_bytes, kv_element_bytes)
         except UNREADABLE as error:
             raise InvalidArgument("profile", str(path), f"a readable profile ({error})") from error
 
     def _read_us(self, num_tokens: float) -> float:
         model = self.model
-        num_bytes = 2 * model.num_kv_heads * model.head_dim * self.element_bytes * num_tokens
+        num_bytes = 2 * model.num_kv_heads * model.head_dim * self.kv_element_bytes * num_tokens
         return num_bytes / (self.profile["read_gb_per_s"] * 1e3)
 
     def hot_us(self, variant: str, num_rows: int, kv_len: int) -> float:

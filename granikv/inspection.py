@@ -17,8 +17,6 @@ import shutil
 import urllib.request
 from pathlib import Path
 
-import torch
-
 from granikv import calibration, env
 from granikv.config import EngineConfig, ModelConfig
 from granikv.config_check import check_engine, longest_request
@@ -69,12 +67,11 @@ def describe(config: EngineConfig) -> dict[str, dict[str, object]]:
 
 def kv_facts(config: EngineConfig, model: ModelConfig) -> dict[str, object]:
     config = resolve_device(config)
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    token_bytes = model.kv_bytes_per_token(dtype.itemsize)
+    token_bytes = model.kv_bytes_per_token(config.kv_element_bytes)
     usable = config.capacity_tokens - 1  # the last slot is for padding
     return {
         "device": config.device,
-        "dtype": config.dtype,
+        "dtype": config.kv_dtype,
         "layout": config.prefix_layout,
         "bytes per token": token_bytes,
         "capacity, tokens": usable,

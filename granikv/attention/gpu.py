@@ -29,7 +29,6 @@ from granikv.attention.plan_buffers import (
 )
 from granikv.attention.variants import (
     FIRST_WITH_DEPENDENT_LAUNCHES,
-    AttentionShape,
     HotTile,
     Layout,
     extend_tile,
@@ -40,14 +39,18 @@ from granikv.config import ModelConfig
 from granikv.core import HotVariant, PlanCapacities, StepPlan
 from granikv.errors import InvalidArgument
 
+QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8 = torch.float8_e4m3fn
+
 
 class GpuAttention(PlanBuffers):
     """Attention of one engine on a GPU: `prepare` once per step, `run` once per layer.
 
-    k_arena, v_arena: [num_layers, capacity, Hkv, D], one dtype with q; request_slots: int32
-    [max_requests, max_seq_len]; all on one device, owned by the caller; run appends to the arenas.
-    capacities: sizes of the plan's buffers. Raises InvalidArgument for a wrong shape, dtype or
-    device, Unsupported for heads without a kernel.
+    k_arena, v_arena: [num_layers, capacity, Hkv, D], one dtype with q or float8_e4m3fn;
+    request_slots: int32 [max_requests, max_seq_len]; all on one device, owned by the caller; run
+    appends to the arenas. capacities: sizes of the plan's buffers. Beside FP8 arenas only: dtype
+    of q (bfloat16 if None), kv_scales fp32 [num_layers, 2] of K and V (1.0 if None). Raises
+    InvalidArgument for a wrong shape, dtype or device, Unsupported for heads without a kernel.
     """
 
     def __init__(
@@ -58,18 +61,23 @@ class GpuAttention(PlanBuffers):
         request_slots: torch.Tensor,
         capacities: PlanCapacities | None = None,
         pdl: bool | None = None,
+        dtype: torch.dtype | None = None,
+        kv_scales: torch.Tensor | None = None,
     ):
         heads = (model_config.num_kv_heads, model_config.head_dim)
         for name, arena in (("k_arena", k_arena), ("v_arena", v_arena)):
             if arena.ndim != 4 or tuple(arena.shape[2:]) != heads:
                 raise InvalidArgument(name, tuple(arena.shape), f"[L, capacity, {heads}]")
-            if arena.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-                raise InvalidArgument(name, arena.dtype, "bfloat16, float16 or float32")
+            if arena.dtype not in (*QUERY_DTYPES, FP8):
+                raise InvalidArgument(name, arena.dtype, f"one of {(*QUERY_DTYPES, FP8)}")
             if not arena.is_contiguous() or arena.device != k_arena.device:
                 raise InvalidArgument(name, arena.stride(), f"contiguous, on {k_arena.device}")
         if request_slots.dtype != torch.int32 or request_slots.device != k_arena.device:
             raise InvalidArgument("request_slots", request_slots.dtype, "int32, on the device")
-        shape, device = self.shape_of(model_config, k_arena.dtype), k_arena.device
+        device, fp8_kv = k_arena.device, k_arena.dtype == FP8
+        self.dtype = _query_dtype(k_arena.dtype, dtype)
+        self.kv_scales = _layer_scales(kv_scales, k_arena.shape[0], fp8_kv)
+        shape = attention_shape(model_config, self.dtype, fp8_kv)
         self.capability = 0  # major * 10 + minor; 0 without a GPU
         if device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
@@ -90,18 +98,13 @@ class GpuAttention(PlanBuffers):
         self._make_device_buffers()
         self.rope: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    @staticmethod
-    def shape_of(model_config: ModelConfig, dtype: torch.dtype) -> AttentionShape:
-        """See plan_buffers.attention_shape."""
-        return attention_shape(model_config, dtype)
-
     def _make_device_buffers(self) -> None:
         rows = self.capacities.max_rows
         heads, dim = self.shape.num_qo_heads, self.shape.head_dim
         states = max(1, self.capacities.max_partials)
         self.o_partials = torch.zeros(states, heads, dim, device=self.device)
         self.lse_partials = torch.zeros(states, heads, device=self.device)
-        self.out = torch.zeros(rows, heads, dim, dtype=self.k_arena.dtype, device=self.device)
+        self.out = torch.zeros(rows, heads, dim, dtype=self.dtype, device=self.device)
         self._descriptors: dict[int, list[Any]] = {}
         self._side = torch.cuda.Stream(self.device) if self.on_gpu else None
         self._fork = torch.cuda.Event() if self.on_gpu else None
@@ -143,8 +146,9 @@ class GpuAttention(PlanBuffers):
             self._check_rows(name, rows, self.shape.num_kv_heads)
         k_layer, v_layer = self.k_arena[layer], self.v_arena[layer]
         append_kv(
-            k_layer, v_layer, self.plan, q, k, v, shape=self.shape, rope=self.rope, pdl=self.pdl
-        )
+            k_layer, v_layer, self.plan, q, k, v, shape=self.shape, rope=self.rope,
+            kv_scales=self.kv_scales[layer], pdl=self.pdl,
+        )  # fmt: skip
         return self.attend(layer, q)
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
@@ -158,17 +162,22 @@ class GpuAttention(PlanBuffers):
         if self.num_decode_rows or num_rows > self.num_rows:
             self._decode(layer, q, out)
         extend_attention(
-            q, k_layer, v_layer, self.request_slots, self.plan, self.sm_scale, out,
+            q, k_layer, v_layer, self.request_slots, self.plan, self._score_scale(layer), out,
             shape=self.shape, tile=extend_tile(self.shape), num_tiles=self.num_tiles,
+            v_scale=self.kv_scales[layer][1],
         )  # fmt: skip
         return out.view(num_rows, self.shape.num_qo_heads * self.shape.head_dim)
+
+    def _score_scale(self, layer: int) -> float:
+        """sm_scale for K as it is stored."""
+        return self.sm_scale * self.kv_scales[layer][0]
 
     def _check_rows(self, name: str, rows: torch.Tensor, num_heads: int) -> None:
         """What the kernels rely on; a row stride of packed q, k and v is fine."""
         dim = self.shape.head_dim
-        if rows.dtype != self.k_arena.dtype or rows.device != self.device:
+        if rows.dtype != self.dtype or rows.device != self.device:
             found = f"{rows.dtype} on {rows.device}"
-            raise InvalidArgument(name, found, f"{self.k_arena.dtype} on {self.device}")
+            raise InvalidArgument(name, found, f"{self.dtype} on {self.device}")
         if rows.ndim != 3 or tuple(rows.shape[1:]) != (num_heads, dim):
             raise InvalidArgument(name, tuple(rows.shape), f"[rows, {num_heads}, {dim}]")
         strides = rows.stride()
@@ -184,7 +193,7 @@ class GpuAttention(PlanBuffers):
             "k_arena": self.k_arena[layer],
             "v_arena": self.v_arena[layer],
             "plan": self.plan,
-            "sm_scale": self.sm_scale,
+            "sm_scale": self._score_scale(layer),
             "o_partials": self.o_partials,
             "lse_partials": self.lse_partials,
             "shape": self.shape,
@@ -221,7 +230,7 @@ class GpuAttention(PlanBuffers):
             torch.cuda.current_stream().wait_event(self._join)
         merge_states(
             self.plan, self.o_partials, self.lse_partials, out,
-            shape=self.shape, tile=layout.merge, pdl=pdl,
+            shape=self.shape, tile=layout.merge, v_scale=self.kv_scales[layer][1], pdl=pdl,
         )  # fmt: skip
 
     def _cold(self, inputs: dict[str, Any], cold: dict[str, Any]) -> None:
@@ -247,3 +256,23 @@ class GpuAttention(PlanBuffers):
                 **inputs, descriptors=made[layer] if made else None, tile=tile,
                 num_items=self.hot_grid, num_row_tiles=self.row_tiles, variant=variant, pdl=pdl,
             )  # fmt: skip
+
+
+def _query_dtype(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """Of q beside KV that is stored as `stored`. Raises InvalidArgument."""
+    found = dtype or (torch.bfloat16 if stored == FP8 else stored)
+    if found not in QUERY_DTYPES or stored not in (FP8, found):
+        raise InvalidArgument("dtype", found, f"one of {QUERY_DTYPES}, that of the arenas or FP8's")
+    return found
+
+
+def _layer_scales(
+    kv_scales: torch.Tensor | None, num_layers: int, fp8_kv: bool
+) -> list[tuple[float, float]]:
+    """(K, V) of each layer, on the host: launches take them as scalars. Raises InvalidArgument."""
+    if kv_scales is None:
+        return [(1.0, 1.0)] * num_layers
+    if not fp8_kv or tuple(kv_scales.shape) != (num_layers, 2):
+        expected = f"[{num_layers}, 2], beside FP8 arenas only"
+        raise InvalidArgument("kv_scales", tuple(kv_scales.shape), expected)
+    return [(float(k), float(v)) for k, v in kv_scales.tolist()]

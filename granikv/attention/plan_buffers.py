@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from granikv.attention.variants import LAYOUTS, AttentionShape, Layout, extend_tile
+from granikv.attention.variants import AttentionShape, Layout, extend_tile, layouts_of
 from granikv.config import ModelConfig
 from granikv.core import PLAN_FIELDS, Count, HotVariant, PlanCapacities, SpanKind, StepPlan
 from granikv.errors import InvalidArgument
@@ -128,15 +128,16 @@ class PlanBuffers:
                 raise ValueError(f"{name}: expected one of {list(allowed)}, got {wrong[0]}")
 
     def _layout_of(self, plan: StepPlan, hot: np.ndarray) -> Layout:
+        layouts = layouts_of(self.shape)
         name = getattr(plan, "layout", "")
         if name:
-            if name not in LAYOUTS:
-                raise ValueError(f"layout: expected one of {sorted(LAYOUTS)}, got {name!r}")
-            return LAYOUTS[name]
+            if name not in layouts:
+                raise ValueError(f"layout: expected one of {sorted(layouts)}, got {name!r}")
+            return layouts[name]
         stacked = int(hot[:, 1].max(initial=0)) * self.shape.group_size
         if not len(hot):
-            return LAYOUTS["flat"]
-        return LAYOUTS["small" if stacked <= 48 else "mid" if stacked <= 128 else "large"]
+            return layouts["flat"]
+        return layouts["small" if stacked <= 48 else "mid" if stacked <= 128 else "large"]
 
     def _set_grids(
         self, host: dict, num_hot: int, num_cold: int, num_extend: int, capture: bool
@@ -198,10 +199,15 @@ def step_capacities(max_requests: int, max_tokens: int, shape: AttentionShape) -
     )
 
 
-def attention_shape(model_config: ModelConfig, dtype: torch.dtype) -> AttentionShape:
-    """The heads that kernels and plan_splits need. Raises Unsupported without a kernel."""
+def attention_shape(
+    model_config: ModelConfig, dtype: torch.dtype, fp8_kv: bool = False
+) -> AttentionShape:
+    """The heads that kernels and plan_splits need; dtype: of q, and of KV unless fp8_kv.
+
+    Raises Unsupported without a kernel.
+    """
     heads = (model_config.num_qo_heads, model_config.num_kv_heads, model_config.head_dim)
-    return AttentionShape(*heads, element_bytes=dtype.itemsize)
+    return AttentionShape(*heads, element_bytes=dtype.itemsize, fp8_kv=fp8_kv)
 
 
 def sm_count(device: torch.device) -> int:

@@ -15,6 +15,13 @@ import torch
 from granikv.core import ColdItem, Count, ExtendSegment, HotItem, SpanKind, StepPlan
 
 LOG2E = math.log2(math.e)
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0  # e4m3 has no infinity
+
+
+def quantize_kv(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """x / scale in e4m3: saturated, rounded to even; NaN stays NaN."""
+    return (x.float() * (1 / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def append_kv(
@@ -23,9 +30,15 @@ def append_kv(
     slot_mapping: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    kv_scales: tuple[float, float] | None = None,
 ) -> None:
-    """Write rows k, v [T, Hkv, D] to slots slot_mapping [T] of the arenas [capacity, Hkv, D]."""
+    """Write rows k, v [T, Hkv, D] to slots slot_mapping [T] of the arenas [capacity, Hkv, D].
+
+    kv_scales: of K and V that are stored as FP8, in arenas of any type that holds those values.
+    """
     index = slot_mapping.long()
+    if kv_scales is not None:
+        k, v = quantize_kv(k, kv_scales[0]), quantize_kv(v, kv_scales[1])
     k_arena[index] = k.to(k_arena.dtype)
     v_arena[index] = v.to(v_arena.dtype)
 
@@ -195,11 +208,17 @@ def attention_step(
     request_slots: torch.Tensor,
     plan: StepPlan,
     sm_scale: float,
+    kv_scales: tuple[float, float] | None = None,
 ) -> torch.Tensor:
-    """The recipe: append, hot, cold, merge, extend. q [T, Hq, D] -> [T, Hq * D]."""
+    """The recipe: append, hot, cold, merge, extend. q [T, Hq, D] -> [T, Hq * D].
+
+    kv_scales: see append_kv; that of K goes into the scores, that of V into the output.
+    """
+    k_scale, v_scale = kv_scales or (1.0, 1.0)
+    sm_scale *= k_scale
     num_rows = int(plan.counts[Count.NUM_ROWS])
     mapping = torch.from_numpy(np.asarray(plan.slot_mapping[:num_rows], dtype=np.int64))
-    append_kv(k_arena, v_arena, mapping, k[:num_rows], v[:num_rows])
+    append_kv(k_arena, v_arena, mapping, k[:num_rows], v[:num_rows], kv_scales)
     num_partials = int(plan.counts[Count.NUM_PARTIALS])
     o_partials = torch.zeros(num_partials, *q.shape[1:])
     lse_partials = torch.full((num_partials, q.shape[1]), -math.inf)
@@ -210,4 +229,4 @@ def attention_step(
     )
     merge_partials(plan, o_partials, lse_partials, out)
     extend_attention(q, k_arena, v_arena, request_slots, plan, sm_scale, out)
-    return out.flatten(1)
+    return out.flatten(1) * v_scale

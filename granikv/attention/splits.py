@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from granikv.attention.variants import LAYOUTS, AttentionShape, Layout
+from granikv.attention.variants import AttentionShape, Layout, layouts_of
 from granikv.core import ColdItem, HotItem, HotVariant
 from granikv.errors import InvalidArgument
 
@@ -96,23 +96,24 @@ def choose_layout(
     groups: HotGroups, cold_spans: np.ndarray, shape: AttentionShape, num_sms: int
 ) -> tuple[Layout, str]:
     """The layout for these groups and the reason in words."""
+    layouts = layouts_of(shape)
     if not len(groups.kv_len):
-        return LAYOUTS["flat"], "flat: no HOT span"
+        return layouts["flat"], "flat: no HOT span"
     stacked = np.diff(groups.indptr) * shape.group_size
     most, least = int(stacked.max()), int(stacked.min())
     hot_us, cold_us = _estimate_us(groups, cold_spans, shape, num_sms)
     if hot_us < SHORT_SHARE * cold_us:
-        return LAYOUTS["short"], f"short: HOT {hot_us:.1f} us beside COLD {cold_us:.1f} us"
+        return layouts["short"], f"short: HOT {hot_us:.1f} us beside COLD {cold_us:.1f} us"
     if most > 128 and least <= 32:
-        return LAYOUTS["mixed"], f"mixed: groups of {least} to {most} stacked rows"
+        return layouts["mixed"], f"mixed: groups of {least} to {most} stacked rows"
     if most > 128:
-        return LAYOUTS["large"], f"large: {most} stacked rows, above 128"
+        return layouts["large"], f"large: {most} stacked rows, above 128"
     if most <= 64 and 3 * len(stacked) * shape.num_kv_heads >= num_sms:
         name = "many" if most <= 16 else "groups"
-        return LAYOUTS[name], f"{name}: {len(stacked)} groups of at most {most} stacked rows"
+        return layouts[name], f"{name}: {len(stacked)} groups of at most {most} stacked rows"
     if most > 48:
-        return LAYOUTS["mid"], f"mid: {most} stacked rows, above 48"
-    return LAYOUTS["small"], f"small: {most} stacked rows, at most 48"
+        return layouts["mid"], f"mid: {most} stacked rows, above 48"
+    return layouts["small"], f"small: {most} stacked rows, at most 48"
 
 
 def _estimate_us(

@@ -20,6 +20,7 @@ GLUON_CAPABILITIES = (90,)  # where the Gluon kernel was measured
 GLUON_TRITON = ("3.6",)  # minor versions it was compiled and measured with
 GLUON_HEAD_DIM = 128
 KEYS_FIRST_TOKENS = 32  # of a block of the Gluon COLD kernel; its item cuts are COLD_THIN's
+FIRST_WITH_FP8 = 89
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,9 @@ class AttentionShape:
     num_qo_heads: int
     num_kv_heads: int
     head_dim: int
-    element_bytes: int  # of q and KV: 2 or 4
+    element_bytes: int  # of q, and of KV unless fp8_kv: 2 or 4
     shared_memory_bytes: int = SHARED_MEMORY_BYTES  # a block's limit; the tiles are fitted to it
+    fp8_kv: bool = False  # KV is stored as e4m3, one scale per layer for K and one for V
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS and self.head_dim not in (16, 32):  # tiny: tests
@@ -54,9 +56,18 @@ class AttentionShape:
         return 1 << (self.head_dim - 1).bit_length()
 
     @property
+    def kv_element_bytes(self) -> int:
+        return 1 if self.fp8_kv else self.element_bytes
+
+    @property
+    def kv_type(self) -> str:
+        """Triton's type of a stored K or V element; T: that of q."""
+        return "fp8e4nv" if self.fp8_kv else "T"
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """K and V of one token and one KV head."""
-        return 2 * self.head_dim * self.element_bytes
+        return 2 * self.head_dim * self.kv_element_bytes
 
 
 @dataclass(frozen=True)
@@ -76,13 +87,18 @@ class HotTile:
         tile = self
         if shape.element_bytes == 4:  # exact products run on the plain units: keep tiles small
             tile = replace(tile, block_m=min(64, tile.block_m), block_n=min(32, tile.block_n))
-        row_bytes, limit = shape.block_d * shape.element_bytes, shape.shared_memory_bytes
-        while (tile.block_m + 2 * tile.num_stages * tile.block_n) * row_bytes > limit:
+        while tile._shared_bytes(shape) > shape.shared_memory_bytes:
             if tile.num_stages > 2:
                 tile = replace(tile, num_stages=tile.num_stages - 1)
             else:
                 tile = replace(tile, block_n=tile.block_n // 2)
         return tile
+
+    def _shared_bytes(self, shape: AttentionShape) -> int:
+        """Queries and all stages of K and V; FP8 blocks are widened in shared memory as well."""
+        q_rows = self.block_m + (2 * self.block_n if shape.fp8_kv else 0)
+        stored = 2 * self.num_stages * self.block_n * shape.kv_element_bytes
+        return (q_rows * shape.element_bytes + stored) * shape.block_d
 
 
 @dataclass(frozen=True)
@@ -173,6 +189,24 @@ LAYOUTS: dict[str, Layout] = {
         Layout("mixed", M16, COLD_THIN, MERGE, 1, 4, gemm=M128),
     )
 }
+
+# FP8 KV: widening takes registers; the caps are the least without a spill.
+FP8_M64 = replace(M64, max_registers=168)
+FP8_M128 = replace(M128, max_registers=200)
+FP8_THIN = replace(COLD_THIN, max_registers=168)
+FP8_LAYOUTS = LAYOUTS | {
+    "flat": replace(LAYOUTS["flat"], cold=FP8_THIN),
+    "mid": replace(LAYOUTS["mid"], hot=FP8_M64, cold=FP8_THIN),
+    "large": replace(LAYOUTS["large"], hot=FP8_M128, cold=FP8_THIN),
+    "groups": replace(LAYOUTS["groups"], hot=FP8_M64),
+    "many": replace(LAYOUTS["many"], cold=FP8_THIN),
+    "mixed": replace(LAYOUTS["mixed"], cold=FP8_THIN, gemm=FP8_M128),
+}
+
+
+def layouts_of(shape: AttentionShape) -> dict[str, Layout]:
+    """The layouts by name, the same names for all shapes."""
+    return FP8_LAYOUTS if shape.fp8_kv else LAYOUTS
 
 
 def takes_descriptors(tile: HotTile, shape: AttentionShape, capability: int) -> bool:

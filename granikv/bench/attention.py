@@ -2,12 +2,14 @@
 
 Every case goes through the planner (splits.py) and GpuAttention; append is not timed, the
 baselines have none. Floor: unique KV bytes over BANDWIDTH. Answers are checked in the same run.
+FP8 KV is compared with KV in the queries' type, of the same run.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,7 +21,7 @@ from granikv.bench.attention_baselines import baselines
 from granikv.bench.attention_step import AttentionCase, BenchStep, standard_cases
 from granikv.bench.gpu_timing import baseline_ms, do_bench_ms, gpu_probe, steady_ms
 from granikv.bench.harness import Case, result_record, write_json
-from granikv.config import ModelConfig
+from granikv.config import KV_CACHE_DTYPES, EngineConfig, ModelConfig
 from granikv.core import PlanCapacities
 from granikv.errors import InvalidArgument, Unavailable
 from granikv.outputs import check_output_file
@@ -39,13 +41,15 @@ class AttentionBench:
         dtype: torch.dtype,
         num_layers: int = NUM_LAYERS,
     ):
+        """dtype: of q, and of KV unless shape.fp8_kv. Raises Unavailable without a GPU."""
         if not torch.cuda.is_available():
             raise Unavailable("attention benchmark: expected a CUDA GPU, got none")
         self.shape, self.dtype, self.num_layers = shape, dtype, num_layers
         self.capacity = max(c.unique_tokens for c in cases) + 4096
         size = (num_layers, self.capacity, shape.num_kv_heads, shape.head_dim)
-        self.k = torch.empty(size, device="cuda", dtype=dtype).normal_()
-        self.v = torch.empty(size, device="cuda", dtype=dtype).normal_()
+        kv_dtype = torch.float8_e4m3fn if shape.fp8_kv else dtype
+        self.k = torch.empty(size, device="cuda", dtype=dtype).normal_().to(kv_dtype)
+        self.v = torch.empty(size, device="cuda", dtype=dtype).normal_().to(kv_dtype)
         self.max_seq_len = max(c.longest for c in cases)
         self.config = ModelConfig(
             "llama", num_layers, 4096, 14336, shape.num_qo_heads, shape.num_kv_heads,
@@ -55,7 +59,9 @@ class AttentionBench:
         capacities = PlanCapacities(
             MAX_ROWS, MAX_ROWS, 8192, 4 * MAX_ROWS, 16384, MAX_PARTIALS, 1, 1
         )
-        self.attention = GpuAttention(self.config, self.k, self.v, request_slots, capacities)
+        self.attention = GpuAttention(
+            self.config, self.k, self.v, request_slots, capacities, dtype=dtype
+        )
         self.num_sms = self.attention.num_sms
 
     def load(self, case: AttentionCase) -> BenchStep:
@@ -97,22 +103,26 @@ def run_attention_bench(
     cases: Sequence[AttentionCase] | None = None,
     with_baselines: bool = True,
     progress: Callable[[str], None] = lambda text: None,
+    fp8_kv: bool = False,
 ) -> tuple[list[Case], dict]:
     """One entry per case and baseline, and the probe of this run.
 
-    ratio is of do_bench_ms, above 1 when GraniKV is faster. Raises Unavailable without a GPU.
+    ratio is of do_bench_ms, above 1 when GraniKV is faster. fp8_kv: the baseline is the same with
+    KV in bfloat16, and the only one. Raises Unavailable without a GPU.
     """
-    shape, dtype = AttentionShape(32, 8, 128, 2), torch.bfloat16
+    shape, dtype = AttentionShape(32, 8, 128, 2, fp8_kv=fp8_kv), torch.bfloat16
     cases = list(cases or standard_cases())
     bench = AttentionBench(cases, shape, dtype)
+    wide = AttentionBench(cases, replace(shape, fp8_kv=False), dtype) if fp8_kv else None
     probe, entries = gpu_probe(), []
     for case in cases:
-        step = bench.load(case)
-        split = step.split(bench.num_sms, MAX_PARTIALS)
-        ours = bench.measure(step, split) | {"layout": split.layout.name, "reason": split.reason}
+        step, ours = _planned(bench, case)
         progress(f"{case.name}: {ours}")
         others: list[tuple[str, dict]] = []
-        if with_baselines:
+        if wide is not None:
+            others.append(("bfloat16-kv", _planned(wide, case)[1]))
+            progress(f"  bfloat16 KV: {others[0][1]}")
+        elif with_baselines:
             flat = bench.measure(step, step.flat_split(bench.num_sms, MAX_PARTIALS))
             others.append(("uniform-paging", flat))
             for name, call, extra in baselines(case, shape, dtype):
@@ -129,11 +139,22 @@ def run_attention_bench(
             "num_kv_heads": shape.num_kv_heads,
             "head_dim": shape.head_dim,
             "dtype": "bfloat16",
+            "kv_dtype": "float8_e4m3fn" if fp8_kv else "bfloat16",
         }
         for name, metrics in others or [("", {})]:
             ratio = metrics.get("do_bench_ms", 0.0) / ours["do_bench_ms"]
             entries.append(Case(case.name, params, ours, name, ratio, metrics))
     return entries, probe
+
+
+def _planned(bench: AttentionBench, case: AttentionCase) -> tuple[BenchStep, dict]:
+    """The case as the planner cuts it: its step, and what was measured."""
+    step = bench.load(case)
+    split = step.split(bench.num_sms, MAX_PARTIALS)
+    return step, bench.measure(step, split) | {
+        "layout": split.layout.name,
+        "reason": split.reason,
+    }
 
 
 def choose_cases(names: Sequence[str]) -> list[AttentionCase]:
@@ -151,13 +172,17 @@ def main() -> None:
     parser.add_argument("--json", help="result file")
     parser.add_argument("--no-baselines", action="store_true")
     parser.add_argument("--case", action="append", default=[], help="only this case; repeatable")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--commit", default="", help="the clean commit that is measured")
     args = parser.parse_args()
     cases = choose_cases(args.case)
     if args.json:
         check_output_file("--json", Path(args.json))
     entries, probe = run_attention_bench(
-        cases, not args.no_baselines, lambda text: print(text, flush=True)
+        cases,
+        not args.no_baselines,
+        lambda text: print(text, flush=True),
+        EngineConfig(kv_cache_dtype=args.kv_cache_dtype).fp8_kv,
     )
     if args.json:
         record = result_record(entries, with_probe=False) | {"probe": probe}

@@ -126,14 +126,24 @@ class BenchStep:
         )
 
     def reference(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """fp32 [batch, Hq, D] by dense attention; q [batch, Hq, D], k and v [capacity, Hkv, D]."""
+        """fp32 [batch, Hq, D] by dense attention; q [batch, Hq, D], k and v [capacity, Hkv, D].
+
+        FP8 k and v have the scale 1.
+        """
         out = torch.empty(q.shape, device=q.device)
         shape, scale = self.shape, self.shape.head_dim**-0.5
         for row in range(self.case.batch):
             length = int(self.positions[row]) + 1
             slots = torch.from_numpy(self.request_slots[row, :length]).to(q.device).long()
             grouped = q[row].float().view(shape.num_kv_heads, shape.group_size, -1)
-            scores = torch.einsum("hgd,nhd->hgn", grouped, k[slots].float()) * scale
-            state = torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v[slots].float())
+            scores = torch.einsum("hgd,nhd->hgn", grouped, _gather(k, slots)) * scale
+            state = torch.einsum("hgn,nhd->hgd", scores.softmax(-1), _gather(v, slots))
             out[row] = state.reshape(shape.num_qo_heads, -1)
         return out
+
+
+def _gather(arena: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """fp32 [len(slots), Hkv, D] of an arena; torch indexes FP8 as bytes only."""
+    if arena.dtype.itemsize == 1:
+        return arena.view(torch.uint8)[slots].view(arena.dtype).float()
+    return arena[slots].float()

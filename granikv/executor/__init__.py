@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from granikv.attention.variants import FIRST_WITH_FP8
 from granikv.config import DEVICES, EngineConfig
 from granikv.errors import InvalidArgument, Unavailable
 
@@ -18,8 +19,8 @@ DTYPES = {"cuda": ("bfloat16", "float16", "float32"), "cpu": ("float32",)}  # th
 def resolve_device(config: EngineConfig) -> EngineConfig:
     """`config` with device and dtype decided: "auto" is the GPU where there is one, in bfloat16.
 
-    Raises Unavailable for device "cuda" without a GPU, InvalidArgument for an unknown name or a
-    dtype that the device does not serve.
+    Raises Unavailable for device "cuda" without a GPU, InvalidArgument for an unknown name, a
+    dtype or a kv_cache_dtype that the device does not serve.
     """
     import torch
 
@@ -37,7 +38,22 @@ def resolve_device(config: EngineConfig) -> EngineConfig:
         dtype = DTYPES[device][0]
     if dtype not in DTYPES[device]:
         raise InvalidArgument("dtype", dtype, f"one of {('auto', *DTYPES[device])} on {device}")
+    if config.fp8_kv:
+        _check_fp8_kv(config.kv_cache_dtype, device)
     return dataclasses.replace(config, device=device, dtype=dtype)
+
+
+def _check_fp8_kv(name: str, device: str) -> None:
+    """Raises InvalidArgument where FP8 cannot be converted by the device."""
+    import torch
+
+    least = f"{FIRST_WITH_FP8 // 10}.{FIRST_WITH_FP8 % 10}"
+    needs = f"'auto' here: FP8 KV needs a GPU of compute capability {least} or newer"
+    if device != "cuda":
+        raise InvalidArgument("kv_cache_dtype", name, f"{needs}, and this is device={device!r}")
+    major, minor = torch.cuda.get_device_capability()
+    if 10 * major + minor < FIRST_WITH_FP8:
+        raise InvalidArgument("kv_cache_dtype", name, f"{needs}, and this one has {major}.{minor}")
 
 
 def make_executor(config: EngineConfig, decoder: Decoder, sampler: Sampler) -> Any:

@@ -88,12 +88,14 @@ class DeviceExecutor(ABC):
         dtype = DTYPES[engine_config.dtype]
         max_seq_len = engine_config.max_seq_len or model_config.max_position
         rows, capacity = engine_config.max_requests, engine_config.capacity_tokens
-        self._require_memory(capacity * model_config.kv_bytes_per_token(dtype.itemsize), capacity)
+        token_bytes = model_config.kv_bytes_per_token(engine_config.kv_element_bytes)
+        self._require_memory(capacity * token_bytes, capacity)
         shape = (
             model_config.num_layers, capacity, model_config.num_kv_heads, model_config.head_dim
         )  # fmt: skip
-        self.k_arena = torch.empty(shape, dtype=dtype, device=self.device)
-        self.v_arena = torch.empty(shape, dtype=dtype, device=self.device)
+        kv_dtype: torch.dtype = getattr(torch, engine_config.kv_dtype)
+        self.k_arena = torch.empty(shape, dtype=kv_dtype, device=self.device)
+        self.v_arena = torch.empty(shape, dtype=kv_dtype, device=self.device)
         # the last row takes the writes of padding
         self.request_slots = torch.zeros(
             rows + 1, max_seq_len, dtype=torch.int32, device=self.device
@@ -101,7 +103,9 @@ class DeviceExecutor(ABC):
         self.last_sampled = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
         self.prompt_lens = np.zeros(rows, np.int64)
         self.capacities = step_capacities(
-            rows, engine_config.max_num_batched_tokens, attention_shape(model_config, dtype)
+            rows,
+            engine_config.max_num_batched_tokens,
+            attention_shape(model_config, dtype, engine_config.fp8_kv),
         )
         self.device_name = torch.cuda.get_device_name(self.device) if self.on_gpu else "cpu"
         self._rows = DeviceRows(

@@ -37,5 +37,7 @@ def apply_moves(plan: StepPlan, arenas: Sequence[torch.Tensor]) -> None:
     source = torch.from_numpy(sources).to(device)
     target = torch.from_numpy(np.concatenate(targets)).to(device)
     for arena in arenas:
+        if arena.dtype.itemsize == 1:  # bytes: torch does not index FP8
+            arena = arena.view(torch.uint8)
         for layer in arena:
             layer.index_copy_(0, target, layer.index_select(0, source))

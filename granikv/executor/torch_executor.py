@@ -59,6 +59,9 @@ class TorchExecutor:
     def __init__(self, engine_config: EngineConfig, decoder: Decoder, sampler: Sampler):
         if engine_config.dtype not in ("auto", "float32"):
             raise InvalidArgument("dtype", engine_config.dtype, "'float32' on the CPU")
+        if engine_config.fp8_kv:
+            expected = "'auto' on the CPU: FP8 KV needs a GPU"
+            raise InvalidArgument("kv_cache_dtype", engine_config.kv_cache_dtype, expected)
         model = decoder.config
         if engine_config.num_threads:
             torch.set_num_threads(engine_config.num_threads)

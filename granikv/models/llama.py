@@ -55,6 +55,7 @@ class Decoder:
         while weights.layers:
             self.layers.append(DecoderLayer(weights.layers.pop(0), self.device))
         self.reduce: Reduce | None = None  # sums over tensor-parallel ranks, in place
+        self.kv_scales = weights.kv_scales
         self.rope_in_attend = False  # attend rotates q and k itself, as it stores them
         self.rotary = RotaryTable(
             config.head_dim,

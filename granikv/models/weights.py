@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from granikv.config import ModelConfig
 from granikv.errors import InvalidArgument, ModelFileError, Unsupported
+from granikv.models.kv_scales import quantizes_kv_alone, read_kv_scales
 from granikv.models.layers import rope_type
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -42,6 +43,7 @@ class ModelWeights:
     final_norm: torch.Tensor  # [N]
     lm_head: torch.Tensor  # [vocab, N]; the embedding itself when tied
     rope_divisors: torch.Tensor | None = None  # [D / 2], GGUF only
+    kv_scales: torch.Tensor | None = None  # fp32 [layers, 2]: of FP8 K and V; None: none stored
 
 
 def build_weights(config: ModelConfig, get: Callable[[str, tuple[int, ...]], torch.Tensor]) -> ModelWeights:  # fmt: skip
@@ -135,11 +137,12 @@ def _window_of(raw: dict, architecture: str) -> int | None:
 def _refuse_unserved(raw: dict, architecture: str, where: Path) -> None:
     """Raises Unsupported for settings that would change the result and are not served."""
     rope = raw.get("rope_parameters") or {}
+    quantization = raw.get("quantization_config")
     unserved = {
         "hidden_act": raw.get("hidden_act", "silu") not in ("silu", "swish"),
         "mlp_bias": bool(raw.get("mlp_bias")),
         "attention_bias": bool(raw.get("attention_bias")) and architecture != "Qwen2ForCausalLM",
-        "quantization_config": raw.get("quantization_config") is not None,
+        "quantization_config": quantization is not None and not quantizes_kv_alone(quantization),
         "partial_rotary_factor": float(
             raw.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
         )
@@ -244,6 +247,17 @@ class _Shards:
         except (SafetensorError, OSError) as error:
             raise ModelFileError(f"{path}: {name}: unreadable: {error}") from error
 
+    def scalar(self, name: str) -> float:
+        """The value of a tensor with one element. Raises ModelFileError."""
+        path, handle = self.file_of[name]
+        try:
+            value = handle.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelFileError(f"{path}: {name}: unreadable: {error}") from error
+        if value.numel() != 1:
+            raise ModelFileError(f"{path}: {name}: expected one value, got {list(value.shape)}")
+        return float(value)
+
 
 def check_hf_weights(folder: Path) -> None:
     """Names and shapes of all tensors, none of which is read. Raises ModelFileError."""
@@ -255,5 +269,7 @@ def load_hf(folder: Path, dtype: torch.dtype) -> tuple[ModelConfig, ModelWeights
 
     Raises ModelFileError (missing, truncated, wrong shape) or Unsupported.
     """
-    config = read_hf_config(folder)
-    return config, build_weights(config, _Shards(folder, dtype).get)
+    config, shards = read_hf_config(folder), _Shards(folder, dtype)
+    weights = build_weights(config, shards.get)
+    weights.kv_scales = read_kv_scales(shards.file_of, shards.scalar, config.num_layers)
+    return config, weights

@@ -10,6 +10,7 @@ import torch
 
 from granikv.attention import reference
 from granikv.attention.gpu import GpuAttention
+from granikv.attention.plan_buffers import attention_shape
 from granikv.attention.splits import HotGroups, SplitPlan, plan_splits
 from granikv.attention.variants import Layout
 from granikv.config import ModelConfig
@@ -37,7 +38,10 @@ class Row:
 
 
 class Step:
-    """Arenas [2, capacity, Hkv, D] with NaN in every slot that no row of `rows` owns."""
+    """Arenas [2, capacity, Hkv, D] with NaN in every slot that no row of `rows` owns.
+
+    kv_scales: of K and V in FP8 arenas; None: arenas of `dtype`.
+    """
 
     def __init__(
         self,
@@ -53,7 +57,9 @@ class Step:
         scale: float = 1.0,
         padding: int = 0,
         seed: int = 0,
+        kv_scales: tuple[float, float] | None = None,
     ):
+        self.kv_scales = kv_scales
         self.rows = [r for r in rows if not r.num_new] + [r for r in rows if r.num_new]
         self.heads, self.dim, self.dtype, self.layout = heads, dim, dtype, layout
         torch.manual_seed(seed)
@@ -61,8 +67,10 @@ class Step:
         self.config = ModelConfig(
             "llama", 2, 64, 64, heads[0], heads[1], dim, 32, max(max_seq_len, 32)
         )
-        self.k = torch.full((2, capacity, heads[1], dim), math.nan, dtype=dtype)
-        self.v = self.k.clone()
+        # the interpreter reads an FP8 NaN as 480
+        trap = math.nan if kv_scales is None or ON_GPU else reference.FP8_MAX
+        k_arena = torch.full((2, capacity, heads[1], dim), trap)
+        v_arena = k_arena.clone()
         free = rng.permutation(np.arange(cold_from, capacity - 1)).astype(np.int32)
         self.request_slots = torch.full((MAX_REQUESTS, max_seq_len), ABSURD, dtype=torch.int32)
         self.slots, written = [], []
@@ -75,8 +83,10 @@ class Step:
             written.append(slots)
         index = torch.from_numpy(np.unique(np.concatenate([[0], *written])).astype(np.int64))
         shape = (len(index), heads[1], dim)
-        self.k[1, index] = (torch.randn(shape) * scale).to(dtype)
-        self.v[1, index] = torch.randn(shape).to(dtype)
+        k_scale, v_scale = kv_scales or (1.0, 1.0)
+        k_arena[1, index] = torch.randn(shape) * (scale / k_scale)
+        v_arena[1, index] = torch.randn(shape) / v_scale
+        self.k, self.v = (self._stored(x) for x in (k_arena, v_arena))
         self.num_sms = num_sms
         self.plan, self.split = self._build()
         total = int(self.plan.counts[Count.NUM_ROWS])
@@ -86,6 +96,11 @@ class Step:
         first: dict[int, int] = {}  # row of each slot: who recompute one token write the same to it
         writer = [first.setdefault(int(s), i) for i, s in enumerate(self.plan.slot_mapping[:total])]
         self.new_k[:total], self.new_v[:total] = self.new_k[writer], self.new_v[writer]
+
+    def _stored(self, arena: torch.Tensor) -> torch.Tensor:
+        if self.kv_scales is None:
+            return arena.to(self.dtype)
+        return reference.quantize_kv(arena, 1.0)
 
     def _request(self, i: int) -> int:
         return MAX_REQUESTS - 1 - i
@@ -113,7 +128,7 @@ class Step:
         flat_rows = np.asarray([i for m in members for i in m], np.int32)
         hot = HotGroups(indptr, flat_rows, spans[:, 1], spans[:, 2], spans[:, 3])
         spans = np.asarray(cold, np.int32).reshape(-1, 5)
-        attention = GpuAttention.shape_of(self.config, self.dtype)
+        attention = attention_shape(self.config, self.dtype, self.kv_scales is not None)
         split = plan_splits(
             hot, spans, len(decodes), attention, self.num_sms, 4096, layout=self.layout
         )
@@ -169,12 +184,17 @@ class Step:
 
     def attention(self) -> GpuAttention:
         """GPU attention over copies of the arenas; unused plan entries are absurd."""
+        scales = None
+        if self.kv_scales is not None:
+            scales = torch.tensor([(7.0, 7.0), self.kv_scales])  # layer 0 is another
         made = GpuAttention(
             self.config,
             self.k.to(DEVICE, copy=True),
             self.v.to(DEVICE, copy=True),
             self.request_slots.to(DEVICE),
             self.capacities(),
+            dtype=self.dtype,
+            kv_scales=scales,
         )
         for staging in made._staging:
             staging.fill_(ABSURD)
@@ -188,7 +208,8 @@ class Step:
         attention.out.fill_(math.nan)
         attention.prepare(self.plan, self.split.layout, capture)
         out = attention.run(1, *(x.to(DEVICE) for x in (self.q, self.new_k, self.new_v)))
-        assert torch.isnan(attention.k_arena[0]).all(), "another layer was written"
+        other = [x[0].cpu().view(torch.uint8) for x in (attention.k_arena, self.k)]
+        assert torch.equal(*other), "another layer was written"
         return out.cpu()
 
     def twin(self) -> torch.Tensor:
@@ -197,7 +218,7 @@ class Step:
         arenas = [x[1].float() for x in (self.k, self.v)]
         new = [x[:total].float() for x in (self.q, self.new_k, self.new_v)]
         return reference.attention_step(
-            *new, *arenas, self.request_slots, self.plan, self.dim**-0.5
+            *new, *arenas, self.request_slots, self.plan, self.dim**-0.5, self.kv_scales
         )
 
     def check(self, capture: bool = False) -> torch.Tensor:

@@ -16,14 +16,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from granikv.attention.kernels.append import append_build
 from granikv.attention.kernels.build import KernelBuild
 from granikv.attention.kernels.cold import cold_build
 from granikv.attention.kernels.cold_gluon import cold_gluon_build
+from granikv.attention.kernels.extend import extend_build
 from granikv.attention.kernels.hot import hot_build
 from granikv.attention.kernels.merge import merge_build
-from granikv.attention.variants import LAYOUTS, AttentionShape
+from granikv.attention.kernels.small import small_build
+from granikv.attention.variants import FP8_LAYOUTS, LAYOUTS, AttentionShape, extend_tile
 
 SHAPE = AttentionShape(32, 8, 128, 2)
+FP8_SHAPE = AttentionShape(32, 8, 128, 2, fp8_kv=True)
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -80,3 +84,27 @@ def test_gluon_cold_compiles_for_every_group_size(tmp_path, heads):
 def test_merge_does_not_spill(tmp_path):
     build = merge_build(SHAPE, LAYOUTS["large"].merge, False)
     assert compiled(build, tmp_path)[1] == 0
+
+
+def fp8_builds() -> dict[str, KernelBuild]:
+    shape, layouts = FP8_SHAPE, FP8_LAYOUTS
+    small = layouts["small"]
+    return {
+        "append": append_build(shape, True, True),
+        "groups": hot_build(shape, layouts["groups"].hot, True, False),
+        "large": hot_build(shape, layouts["large"].hot, True, False),
+        "many": hot_build(shape, layouts["many"].hot, False, False),
+        "cold slots": cold_build(shape, layouts["flat"].cold, False, True),
+        "cold runs": cold_build(shape, layouts["groups"].cold, True, False),
+        "small": small_build(shape, small.hot, small.cold.block_n, False, True),
+        "merge": merge_build(shape, small.merge, True),
+        "extend": extend_build(shape, extend_tile(shape)),
+    }
+
+
+@pytest.mark.skipif(not CUOBJDUMP.exists(), reason="needs Triton's NVIDIA tools")
+@pytest.mark.parametrize("name", fp8_builds())
+def test_fp8_kernels_do_not_spill(name, tmp_path):
+    _, stack, shared = compiled(fp8_builds()[name], tmp_path)
+    assert stack == 0
+    assert shared <= FP8_SHAPE.shared_memory_bytes

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from granikv.attention.variants import LAYOUTS
+from granikv.attention.variants import FP8_LAYOUTS, LAYOUTS
 from granikv.errors import InvalidArgument
 from tests.kernels.support import ON_GPU, Row, Step
 from tests.plugin.plugin_support import Launch, record
@@ -112,6 +112,22 @@ def test_ptx_of_both_builds_is_the_same(capability, monkeypatch, tmp_path):
         texts.append(aot.compile_job(jobs[key_of(launch.build, "bf16", capability)]).asm["ptx"])
         assert texts[0] == texts[1], name
         assert f".target sm_{capability}" in texts[0]
+
+
+@pytest.mark.parametrize("layout", ["small", "large", "mixed", "many"])
+def test_fp8_launches_are_what_their_builds_say(layout, monkeypatch):
+    """No cubins are made for FP8 KV; this says that what is compiled in tests is what the JIT runs."""
+    step = Step(
+        STEPS["extend"], (4, 2), 64, torch.bfloat16, layout=FP8_LAYOUTS[layout],
+        kv_scales=(0.5, 0.25),
+    )  # fmt: skip
+    launches = record(step, monkeypatch, capability=90)
+    assert {"append_kernel", "merge_kernel", "extend_kernel"} < {x.build.name for x in launches}
+    for launch in launches:
+        source, _ = as_jit_sees(launch, 90)
+        assert source.signature == launch.build.signature("bf16")
+        assert source.constants == launch.build.indexed_constants()
+        assert source.attrs == launch.build.attributes()
 
 
 def test_the_table_covers_models_and_splits():

@@ -1,7 +1,7 @@
 """append_kv: new K and V rows to their slots, with rope on the way in when asked.
 
-KV is stored after rope at absolute positions. With rope, the same launch writes
-the rotated q, in place or elsewhere. Rows beyond the step's count write nothing.
+KV is stored after rope at absolute positions, FP8 KV divided by its scale and saturated. With rope,
+the same launch writes the rotated q, in place or elsewhere. Rows beyond the step's count write nothing.
 """
 
 from __future__ import annotations
@@ -12,18 +12,37 @@ import torch
 import triton
 import triton.language as tl
 
-from granikv.attention.kernels.build import KernelBuild
-from granikv.attention.kernels.common import start_dependents, wait_for_previous
+from granikv.attention.kernels.build import KernelBuild, scale_arguments, scales_of
+from granikv.attention.kernels.common import INTERPRET, start_dependents, wait_for_previous
 from granikv.attention.variants import AttentionShape
 from granikv.core import Count
 
 _NUM_ROWS = tl.constexpr(int(Count.NUM_ROWS))
+_FP8_MAX = tl.constexpr(448.0)  # of e4m3, which has no infinity
+_FP8_LEAST_NORMAL = tl.constexpr(2.0**-6)
+_FP8_TO_STEP = tl.constexpr(1.5 * 2.0**14)  # x + this - this: x in steps of 2**-9, below 2**-6
 
 
 @triton.jit
 def _rotate(low, high, cos, sin):
     """Halves of the heads, fp32 [heads, D / 2], turned by the row's angles [D / 2]."""
     return low * cos[None, :] - high * sin[None, :], high * cos[None, :] + low * sin[None, :]
+
+
+@triton.jit
+def _stored(x, inverse_scale, dtype: tl.constexpr, INTERPRET: tl.constexpr):
+    """x as the arena keeps it; FP8: x / scale, saturated and rounded to even, NaN stays NaN."""
+    if inverse_scale is None:
+        return x.to(dtype)
+    else:
+        x = x.to(tl.float32) * inverse_scale
+        x = tl.clamp(x, -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+        if INTERPRET:  # whose own conversion drops the carry of a rounded mantissa
+            bits = x.to(tl.int32, bitcast=True)
+            bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+            small = x + _FP8_TO_STEP - _FP8_TO_STEP
+            x = tl.where(tl.abs(x) < _FP8_LEAST_NORMAL, small, bits.to(tl.float32, bitcast=True))
+        return x.to(dtype)
 
 
 @triton.jit(do_not_specialize=["k_stride", "v_stride", "q_stride", "q_out_stride"])
@@ -43,6 +62,8 @@ def append_kernel(
     v_stride,
     q_stride,
     q_out_stride,
+    k_inverse,  # fp32: 1 / scale of FP8 KV; None: KV is stored as it is
+    v_inverse,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -51,6 +72,7 @@ def append_kernel(
     BLOCK_HALF: tl.constexpr,
     ROPE: tl.constexpr,
     PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
     start_dependents(PDL)
     wait_for_previous(PDL)
@@ -73,13 +95,13 @@ def append_kernel(
         sin = tl.load(sin_ptr + position * HALF + half, mask=half < HALF, other=0.0)
         low, high = _rotate(low.to(tl.float32), high.to(tl.float32), cos, sin)
     dtype = k_arena_ptr.dtype.element_ty
-    tl.store(target + offsets, low.to(dtype), mask=keep)
-    tl.store(target + HALF + offsets, high.to(dtype), mask=keep)
+    tl.store(target + offsets, _stored(low, k_inverse, dtype, INTERPRET), mask=keep)
+    tl.store(target + HALF + offsets, _stored(high, k_inverse, dtype, INTERPRET), mask=keep)
     source, target = v_ptr + row64 * v_stride, v_arena_ptr + slot * (HKV * D)
     low = tl.load(source + offsets, mask=keep, other=0.0)
     high = tl.load(source + HALF + offsets, mask=keep, other=0.0)
-    tl.store(target + offsets, low.to(dtype), mask=keep)
-    tl.store(target + HALF + offsets, high.to(dtype), mask=keep)
+    tl.store(target + offsets, _stored(low, v_inverse, dtype, INTERPRET), mask=keep)
+    tl.store(target + HALF + offsets, _stored(high, v_inverse, dtype, INTERPRET), mask=keep)
     if ROPE:
         h_q = tl.arange(0, BLOCK_HQ)
         offsets_q = h_q[:, None] * D + half[None, :]
@@ -96,17 +118,21 @@ def append_kernel(
 @lru_cache(maxsize=64)
 def append_build(shape: AttentionShape, rope: bool, pdl: bool) -> KernelBuild:
     """append_kv's kernel; pdl: it and the next launch may start early, and wait."""
-    pointers = ["k_ptr", "v_ptr", "q_ptr", "q_out_ptr", "k_arena_ptr", "v_arena_ptr"]
+    scales = scales_of(shape, "k_inverse", "v_inverse")
+    pointers = ["k_ptr", "v_ptr", "q_ptr", "q_out_ptr"]
     angles = "*fp32" if rope else "*i32"  # without rope any pointer is passed
     return KernelBuild(
         append_kernel,
         {
             **dict.fromkeys(pointers, "*T"),
+            **dict.fromkeys(["k_arena_ptr", "v_arena_ptr"], f"*{shape.kv_type}"),
             **dict.fromkeys(["counts_ptr", "slot_mapping_ptr", "row_position_ptr"], "*i32"),
             **dict.fromkeys(["cos_ptr", "sin_ptr"], angles),
             **dict.fromkeys(["k_stride", "v_stride", "q_stride", "q_out_stride"], "i32"),
+            **scales.types,
         },
         {
+            **scales.constants,
             "HQ": shape.num_qo_heads,
             "HKV": shape.num_kv_heads,
             "D": shape.head_dim,
@@ -115,6 +141,7 @@ def append_build(shape: AttentionShape, rope: bool, pdl: bool) -> KernelBuild:
             "BLOCK_HALF": shape.block_d // 2,
             "ROPE": rope,
             "PDL": pdl,
+            "INTERPRET": INTERPRET,
         },
         {"num_warps": 4, "launch_pdl": pdl},
     )
@@ -130,12 +157,14 @@ def append_kv(
     *,
     shape: AttentionShape,
     rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
     pdl: bool = False,
 ) -> None:
     """Rows k, v [T, Hkv, D] to slots slot_mapping [T] of the arenas [capacity, Hkv, D].
 
     rope: (cos, sin), fp32 [max_position, D / 2] each; then k is rotated on the way in and
-    q [T, Hq, D] in place. pdl: it and the next launch may start early, and wait. Halves are paired as in Llama: (i, i + D / 2).
+    q [T, Hq, D] in place. kv_scales: of K and V where the arenas are FP8. pdl: it and the next launch
+    may start early, and wait. Halves are paired as in Llama: (i, i + D / 2).
     """
     if k.shape[0] == 0:
         return
@@ -143,4 +172,5 @@ def append_kv(
     append_build(shape, rope is not None, pdl).launch(
         (k.shape[0],), k, v, q, q, k_arena, v_arena, plan["counts"], plan["slot_mapping"],
         plan["row_position"], cos, sin, k.stride(0), v.stride(0), q.stride(0), q.stride(0),
+        *scale_arguments(shape, 1 / kv_scales[0], 1 / kv_scales[1]),
     )  # fmt: skip

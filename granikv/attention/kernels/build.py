@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from granikv.attention.variants import AttentionShape
+
 POINTER_ALIGNMENT_BYTES = 16  # of every pointer argument; callers check what they are given
 
 
@@ -17,7 +19,7 @@ class KernelBuild:
     """One compiled variant of a kernel.
 
     types: Triton's type of each parameter that is no constant, in order; T is the element type of
-    q and KV. options: num_warps, num_stages, maxnreg, launch_pdl; Triton's default where absent.
+    q, and of KV unless that is FP8. options: num_warps, num_stages, maxnreg, launch_pdl; Triton's default where absent.
     """
 
     kernel: Any
@@ -55,3 +57,23 @@ class KernelBuild:
         """The constants by parameter index, as triton.compile takes them."""
         names = self.kernel.arg_names
         return {(names.index(name),): value for name, value in self.constants.items()}
+
+
+@dataclass(frozen=True)
+class ScaleParameters:
+    """Scalars of FP8 KV as parameters of a kernel, or as constants that say there are none."""
+
+    types: dict[str, str]
+    constants: dict[str, None]
+
+
+def scales_of(shape: AttentionShape, *names: str) -> ScaleParameters:
+    """A kernel without FP8 KV has no such parameter: None compiles the product away."""
+    if shape.fp8_kv:
+        return ScaleParameters(dict.fromkeys(names, "fp32"), {})
+    return ScaleParameters({}, dict.fromkeys(names))
+
+
+def scale_arguments(shape: AttentionShape, *scales: float) -> tuple[float, ...]:
+    """What a launch passes for `scales_of`."""
+    return scales if shape.fp8_kv else ()

@@ -20,6 +20,7 @@ from granikv.attention.kernels.common import (
     INTERPRET,
     KIND_RUN,
     LOG2_E,
+    as_operand,
     attend_clamped,
     load_rows,
     load_some_rows,
@@ -76,6 +77,7 @@ def cold_tile(
     qo_head = head * G + g
     wait_for_previous(PDL)  # so far only the plan was read
     q = load_some_rows(q_ptr + row.to(tl.int64) * q_stride, qo_head * D, keep, d, D)
+    q = as_operand(q, k_ptr.dtype.element_ty)
     acc = tl.zeros([16, BLOCK_D], tl.float32)
     m = tl.full([16], float("-inf"), tl.float32)
     total = tl.zeros([16], tl.float32)
@@ -160,7 +162,8 @@ def cold_build(shape: AttentionShape, tile: ColdTile, has_runs: bool, pdl: bool)
     return KernelBuild(
         cold_kernel,
         {
-            **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr"], "*T"),
+            "q_ptr": "*T",
+            **dict.fromkeys(["k_ptr", "v_ptr"], f"*{shape.kv_type}"),
             **dict.fromkeys(["o_ptr", "lse_ptr"], "*fp32"),
             **dict.fromkeys([*plan, "request_slots_ptr"], "*i32"),
             **dict.fromkeys(["q_stride", "slots_stride"], "i32"),

@@ -13,6 +13,7 @@ from triton import knobs
 INTERPRET: bool = bool(knobs.runtime.interpret)
 
 KIND_RUN = tl.constexpr(0)  # SpanKind.RUN
+FP16_MAX = tl.constexpr(65504.0)
 LOG2_E = 1.4426950408889634
 
 
@@ -39,41 +40,74 @@ def dot_add(a, b, acc, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def as_operand(q, kv_dtype: tl.constexpr):
+    """q in the type of the products. Beside FP8 KV 16-bit queries become fp16: it holds every e4m3
+    exactly and one instruction widens two of them, where bf16 takes four.
+    """
+    if (kv_dtype == tl.float8e4nv) and (q.dtype == tl.bfloat16):
+        wide = q.to(tl.float32)
+        kept = tl.clamp(wide, -FP16_MAX, FP16_MAX, propagate_nan=tl.PropagateNan.ALL)
+        return kept.to(tl.float16)
+    else:
+        return q
+
+
+@triton.jit
+def values(v, dtype: tl.constexpr, INTERPRET: tl.constexpr):
+    """V in the type of the products: FP8 is widened, all else is there already."""
+    if INTERPRET or (v.dtype != tl.float8e4nv or dtype != tl.float16):
+        return v.to(dtype)
+    else:
+        # Opaque, or the compiler would change to an operand's layout first: V is read across its
+        # rows, and FP8 cannot be transposed on the way from shared memory but byte by byte.
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2;"
+            " cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }",
+            "=r,=r,r",
+            [v],
+            dtype=tl.float16,
+            is_pure=False,
+            pack=4,
+        )
+
+
+@triton.jit
 def attend(q, k, v, acc, m, total, scale_log2, INTERPRET: tl.constexpr):
     """One block of keys that every row sees: q [M, D], k and v [N, D] -> acc, m, total."""
-    scores = dot(q, tl.trans(k), INTERPRET)
+    scores = dot(q, tl.trans(k.to(q.dtype)), INTERPRET)
     m_new = tl.maximum(m, tl.max(scores, 1) * scale_log2)
     p = tl.exp2(scores * scale_log2 - m_new[:, None])
     alpha = tl.exp2(m - m_new)
     total = total * alpha + tl.sum(p, 1)
-    acc = dot_add(p, v, acc * alpha[:, None], INTERPRET)
+    acc = dot_add(p, values(v, q.dtype, INTERPRET), acc * alpha[:, None], INTERPRET)
     return acc, m_new, total
 
 
 @triton.jit
 def attend_masked(q, k, v, seen, acc, m, total, scale_log2, INTERPRET: tl.constexpr):
     """The same for a block of which row i sees the keys seen[i]; k and v are 0 where unread."""
-    scores = tl.where(seen, dot(q, tl.trans(k), INTERPRET) * scale_log2, float("-inf"))
+    scores = dot(q, tl.trans(k.to(q.dtype)), INTERPRET)
+    scores = tl.where(seen, scores * scale_log2, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1))
     # a row that has seen nothing yet keeps m = -inf; -inf - -inf would be NaN
     base = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(scores - base[:, None])
     alpha = tl.exp2(m - base)
     total = total * alpha + tl.sum(p, 1)
-    acc = dot_add(p, v, acc * alpha[:, None], INTERPRET)
+    acc = dot_add(p, values(v, q.dtype, INTERPRET), acc * alpha[:, None], INTERPRET)
     return acc, m_new, total
 
 
 @triton.jit
 def attend_clamped(q, k, v, exists, acc, m, total, scale_log2, INTERPRET: tl.constexpr):
     """`attend` for a block of which the keys exists [N] are seen, by every row and at least one."""
-    scores = dot(q, tl.trans(k), INTERPRET) * scale_log2
+    scores = dot(q, tl.trans(k.to(q.dtype)), INTERPRET) * scale_log2
     scores = tl.where(exists[None, :], scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1))
     p = tl.exp2(scores - m_new[:, None])
     alpha = tl.exp2(m - m_new)
     total = total * alpha + tl.sum(p, 1)
-    acc = dot_add(p, v, acc * alpha[:, None], INTERPRET)
+    acc = dot_add(p, values(v, q.dtype, INTERPRET), acc * alpha[:, None], INTERPRET)
     return acc, m_new, total
 
 

@@ -14,11 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from granikv.attention.kernels.build import KernelBuild
+from granikv.attention.kernels.build import KernelBuild, scale_arguments, scales_of
 from granikv.attention.kernels.common import (
     INTERPRET,
     KIND_RUN,
     LOG2_E,
+    as_operand,
     attend,
     attend_masked,
     load_rows,
@@ -50,6 +51,7 @@ def extend_kernel(
     out_stride,
     slots_stride,
     scale_log2,
+    v_scale,  # fp32, of FP8 V; None: V is stored as it is
     G: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -75,6 +77,7 @@ def extend_kernel(
     d = tl.arange(0, BLOCK_D)
     qo_head = head * G + m_index % G
     q = load_some_rows(q_ptr, row.to(tl.int64) * q_stride + qo_head * D, keep, d, D)
+    q = as_operand(q, k_ptr.dtype.element_ty)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -116,6 +119,8 @@ def extend_kernel(
             seen = exists[None, :] & ((position + n0 + n)[None, :] <= own[:, None])
             acc, m, total = attend_masked(q, k, v, seen, acc, m, total, scale_log2, INTERPRET)
     o = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if v_scale is not None:
+        o = o * v_scale
     pointers = out_ptr + row.to(tl.int64)[:, None] * out_stride + (qo_head * D)[:, None]
     tl.store(
         pointers + d[None, :],
@@ -128,17 +133,22 @@ def extend_kernel(
 def extend_build(shape: AttentionShape, tile: HotTile) -> KernelBuild:
     """extend_attention's kernel."""
     tile = tile.fit(shape)
+    scale = scales_of(shape, "v_scale")
     plan = ["extend_tiles_ptr", "qo_indptr_ptr", "extend_indptr_ptr", "extend_segments_ptr"]
     rows = ["row_position_ptr", "row_request_ptr", "request_slots_ptr"]
     return KernelBuild(
         extend_kernel,
         {
-            **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr", "out_ptr"], "*T"),
+            "q_ptr": "*T",
+            **dict.fromkeys(["k_ptr", "v_ptr"], f"*{shape.kv_type}"),
+            "out_ptr": "*T",
             **dict.fromkeys([*plan, *rows], "*i32"),
             **dict.fromkeys(["q_stride", "out_stride", "slots_stride"], "i32"),
             "scale_log2": "fp32",
+            **scale.types,
         },
         {
+            **scale.constants,
             "G": shape.group_size,
             "HKV": shape.num_kv_heads,
             "D": shape.head_dim,
@@ -163,11 +173,12 @@ def extend_attention(
     shape: AttentionShape,
     tile: HotTile,
     num_tiles: int,
+    v_scale: float = 1.0,
 ) -> None:
     """Rows of each extend request over its segments: q [T, Hq, D] -> out [T, Hq, D].
 
     plan: device tensors by field name, and extend_tiles int32 [E, 2] for tile.block_m.
-    num_tiles: entries of extend_tiles in use.
+    num_tiles: entries of extend_tiles in use. v_scale: of FP8 V; that of K is in sm_scale.
     """
     if num_tiles == 0:
         return
@@ -176,4 +187,5 @@ def extend_attention(
         q, k_arena, v_arena, out, plan["extend_tiles"], plan["qo_indptr"], plan["extend_indptr"],
         plan["extend_segments"], plan["row_position"], plan["row_request"], request_slots,
         q.stride(0), out.stride(0), request_slots.stride(0), sm_scale * LOG2_E,
+        *scale_arguments(shape, v_scale),
     )  # fmt: skip

@@ -20,6 +20,7 @@ from granikv.attention.kernels.build import KernelBuild
 from granikv.attention.kernels.common import (
     INTERPRET,
     LOG2_E,
+    as_operand,
     attend,
     attend_masked,
     load_rows,
@@ -67,7 +68,7 @@ def hot_tile(
     BLOCK_N: tl.constexpr,
     TAIL_N: tl.constexpr,
     PREFETCH: tl.constexpr,  # tokens, a power of two, or 0
-    ELEMENT_BYTES: tl.constexpr,
+    ELEMENT_BYTES: tl.constexpr,  # of K and V
     TMA: tl.constexpr,  # k_desc and v_desc are descriptors of the arenas [capacity, HKV * D]
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -101,7 +102,7 @@ def hot_tile(
     q_offsets = row.to(tl.int64) * q_stride + qo_head * D
     # so far only the plan was read, and what is older than this step
     wait_for_previous(PDL)
-    q = load_some_rows(q_ptr, q_offsets, keep, d, D)
+    q = as_operand(load_some_rows(q_ptr, q_offsets, keep, d, D), k_ptr.dtype.element_ty)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -187,7 +188,7 @@ def hot_kernel(
 
 def prefetch_tokens(tile: HotTile, shape: AttentionShape) -> int:
     """Tokens that a block asks the L2 for; none where no L2 is, or where a head is part of a line."""
-    whole_lines = shape.head_dim == shape.block_d and shape.head_dim * shape.element_bytes >= 128
+    whole_lines = shape.head_dim == shape.block_d and shape.head_dim * shape.kv_element_bytes >= 128
     return tile.prefetch_tokens if whole_lines and not INTERPRET else 0
 
 
@@ -195,12 +196,14 @@ def prefetch_tokens(tile: HotTile, shape: AttentionShape) -> int:
 def hot_build(shape: AttentionShape, tile: HotTile, tma: bool, pdl: bool) -> KernelBuild:
     """hot_prefix_attention's kernel; tma: K and V also come as descriptors."""
     tile = tile.fit(shape)
-    descriptor = f"tensordesc<T[{tile.block_n}, {shape.head_dim}]>" if tma else "*T"
+    kv = f"*{shape.kv_type}"
+    descriptor = f"tensordesc<{kv[1:]}[{tile.block_n}, {shape.head_dim}]>" if tma else kv
     plan = ["counts_ptr", "hot_items_ptr", "hot_rows_ptr", "row_position_ptr"]
     return KernelBuild(
         hot_kernel,
         {
-            **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr"], "*T"),
+            "q_ptr": "*T",
+            **dict.fromkeys(["k_ptr", "v_ptr"], kv),
             **dict.fromkeys(["k_desc", "v_desc"], descriptor),
             **dict.fromkeys(["o_ptr", "lse_ptr"], "*fp32"),
             **dict.fromkeys(plan, "*i32"),
@@ -217,7 +220,7 @@ def hot_build(shape: AttentionShape, tile: HotTile, tma: bool, pdl: bool) -> Ker
             "BLOCK_N": tile.block_n,
             "TAIL_N": min(32, tile.block_n),
             "PREFETCH": prefetch_tokens(tile, shape),
-            "ELEMENT_BYTES": shape.element_bytes,
+            "ELEMENT_BYTES": shape.kv_element_bytes,
             "TMA": tma,
             "PDL": pdl,
             "INTERPRET": INTERPRET,

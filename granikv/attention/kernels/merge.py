@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from granikv.attention.kernels.build import KernelBuild
+from granikv.attention.kernels.build import KernelBuild, scale_arguments, scales_of
 from granikv.attention.kernels.common import start_dependents, wait_for_previous
 from granikv.attention.variants import AttentionShape, MergeTile
 from granikv.core import Count
@@ -30,6 +30,7 @@ def merge_kernel(
     merge_partials_ptr,  # int32 [S]
     out_ptr,  # [T, HQ, D]
     out_stride,
+    v_scale,  # fp32, of FP8 V; None: V is stored as it is
     HQ: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -82,6 +83,8 @@ def merge_kernel(
         total = total * alpha + tl.sum(weight, 0)
         m = m_new
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if v_scale is not None:
+        out = out * v_scale
     pointers = out_ptr + row.to(tl.int64) * out_stride + columns
     tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=in_row)
 
@@ -94,6 +97,7 @@ def merge_heads(shape: AttentionShape, tile: MergeTile) -> int:
 @lru_cache(maxsize=64)
 def merge_build(shape: AttentionShape, tile: MergeTile, pdl: bool) -> KernelBuild:
     """merge_states' kernel."""
+    scale = scales_of(shape, "v_scale")
     return KernelBuild(
         merge_kernel,
         {
@@ -101,8 +105,10 @@ def merge_build(shape: AttentionShape, tile: MergeTile, pdl: bool) -> KernelBuil
             **dict.fromkeys(["counts_ptr", "merge_indptr_ptr", "merge_partials_ptr"], "*i32"),
             "out_ptr": "*T",
             "out_stride": "i32",
+            **scale.types,
         },
         {
+            **scale.constants,
             "HQ": shape.num_qo_heads,
             "D": shape.head_dim,
             "BLOCK_D": shape.block_d,
@@ -122,14 +128,18 @@ def merge_states(
     *,
     shape: AttentionShape,
     tile: MergeTile,
+    v_scale: float = 1.0,
     pdl: bool = False,
 ) -> None:
-    """o fp32 [S, Hq, D], lse_log2 fp32 [S, Hq] -> out [T, Hq, D]; extend rows are left alone."""
+    """o fp32 [S, Hq, D], lse_log2 fp32 [S, Hq] -> out [T, Hq, D]; extend rows are left alone.
+
+    v_scale: of FP8 V.
+    """
     num_rows = out.shape[0]
     if num_rows == 0:
         return
     merge_build(shape, tile, pdl).launch(
         (num_rows, triton.cdiv(shape.num_qo_heads, merge_heads(shape, tile))),
         o_partials, lse_partials, plan["counts"], plan["merge_indptr"], plan["merge_partials"],
-        out, out.stride(0),
+        out, out.stride(0), *scale_arguments(shape, v_scale),
     )  # fmt: skip

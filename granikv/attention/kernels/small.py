@@ -94,7 +94,8 @@ def small_build(
     return KernelBuild(
         small_kernel,
         {
-            **dict.fromkeys(["q_ptr", "k_ptr", "v_ptr"], "*T"),
+            "q_ptr": "*T",
+            **dict.fromkeys(["k_ptr", "v_ptr"], f"*{shape.kv_type}"),
             **dict.fromkeys(["o_ptr", "lse_ptr"], "*fp32"),
             **dict.fromkeys([*plan, *rows], "*i32"),
             **dict.fromkeys(["q_stride", "slots_stride", "num_row_tiles"], "i32"),
@@ -110,7 +111,7 @@ def small_build(
             "COLD_N": min(cold_n, tile.block_n),
             "RUN_STAGES": run_stages(tile.num_stages, has_runs),
             "PREFETCH": prefetch_tokens(tile, shape),
-            "ELEMENT_BYTES": shape.element_bytes,
+            "ELEMENT_BYTES": shape.kv_element_bytes,
             "PDL": pdl,
             "INTERPRET": INTERPRET,
         },
