@@ -65,3 +65,17 @@ def test_numbers_of_sequences(name):
     for value in (0, -1):
         with pytest.raises(InvalidArgument, match=f"{name}: expected 1.*got {value}"):
             row(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["stop_words", "bad_words"])
+def test_words_are_bounded_in_number_and_length(name):
+    def words(*texts):
+        tensors = {"text_input": np.array([[b"a"]], object), "max_tokens": np.array([[1]])}
+        return read_row(tensors | {name: np.array([texts], object)}, 0, True)
+
+    words(*[b"w"] * 256)
+    words(b"w" * 1024)
+    with pytest.raises(InvalidArgument, match=f"{name}: expected at most 256 words, got 257"):
+        words(*[b"w"] * 257)
+    with pytest.raises(InvalidArgument, match=f"{name}.*at most 1024 bytes.*got 1026 bytes"):
+        words("é".encode() * 513)

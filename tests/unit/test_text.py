@@ -242,3 +242,26 @@ def test_stop_holds_for_random_texts(tokenizer):
         expected = text[: min(ends)[1]] if ends else text
         _, joined, stopped = stream(Detokenizer(tokenizer, stops), ids, rng.randrange(1, 4))
         assert joined == expected and stopped == bool(ends)
+
+
+def test_a_text_is_refused_for_its_size_only_when_no_tokens_could_hold_it(tokenizer, spaced):
+    decomposed = "\u1112\u1161\u11ab" * 50  # 9 bytes each, 3 in normal form C
+    for one in (tokenizer, spaced):
+        longest = max(one.backend.get_vocab(), key=len)
+        for text in (*TEXTS, decomposed, longest * 20, " " * 3000):
+            one.check_size(text, max(1, len(one.encode(text))))
+
+
+def test_a_huge_text_is_refused_before_it_is_encoded(tokenizer, monkeypatch):
+    from granikv.bench.host import NullExecutor
+    from granikv.config import EngineConfig, ModelConfig
+    from granikv.engine import Engine
+    from granikv.sampling_params import SamplingParams
+
+    model = ModelConfig("llama", 2, 64, 64, 4, 2, 16, tokenizer.vocab_size, 4096)
+    config = EngineConfig(capacity_tokens=512, max_seq_len=64, profile="default")
+    engine = Engine(config, executor=NullExecutor(model), tokenizer=tokenizer)
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("encoded"))
+    with pytest.raises(InvalidArgument, match=r"prompt: .*64 tokens.*, got 1000000 bytes$"):
+        engine.add_request("r", "a" * 1_000_000, SamplingParams(max_tokens=1))
+    engine.close()
