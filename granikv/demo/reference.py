@@ -112,11 +112,17 @@ class Reference:
         return self.tokenizer.decode(ids)
 
     def relative_gap(self, prompt: str, got: str, expected: str) -> float:
-        """Logit gap of the first differing tokens, as a share of the logit range there."""
+        """Logit gap of the first differing tokens, as a share of the logit range there.
+
+        1 for texts that differ but are the same tokens: something other than the model did it.
+        """
         a, b = self._encode(got), self._encode(expected)
         end = self.tokenizer.eos_token_ids[0]
         a, b = [*a, end], [*b, end]
-        at = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+        pairs = enumerate(zip(a, b, strict=False))
+        at = next((i for i, (x, y) in pairs if x != y), None)
+        if at is None:
+            return 1.0
         logits = self._logits(prompt, a[:at])[0][-1]
         span = float(logits.max() - logits.min())
         return abs(float(logits[a[at]] - logits[b[at]])) / span

@@ -97,6 +97,13 @@ def test_an_answer_stops_before_the_end_token(model, expected):
         assert reference.greedy(PROMPT, NUM_TOKENS, draft=text(guess)) == until_end
 
 
+def test_different_texts_of_the_same_tokens_are_no_near_tie(model, expected):
+    reference = Reference(model, NumberTokenizer(), SHARED)
+    assert reference.relative_gap(PROMPT, text(expected), text(expected) + " ") == 1.0
+    other = [*expected[:3], (expected[3] + 1) % TINY_VOCAB]
+    assert 0.0 < reference.relative_gap(PROMPT, text(expected), text(other)) < 1.0
+
+
 def test_every_checked_answer_is_a_line_and_a_wrong_one_a_difference(model, expected, monkeypatch):
     agents = (SimpleNamespace(name="a", max_tokens=3), SimpleNamespace(name="b", max_tokens=2))
     monkeypatch.setattr(main, "AGENTS", agents)
