@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-FP8 = "test_fp8.py"  # in a process of its own: each has a time limit
+ALONE = ("test_fp8.py", "test_torch_ranks.py")  # in processes of their own: each has a time limit
 
 
-@pytest.mark.parametrize("part", ["all but FP8", "FP8"])
+@pytest.mark.parametrize("part", ["the rest", *ALONE])
 def test_kernels_in_the_interpreter(part):
     folder = Path(__file__).parent
-    chosen = [folder / FP8] if part == "FP8" else [folder, f"--ignore={folder / FP8}"]
+    rest = [folder, *(f"--ignore={folder / name}" for name in ALONE)]
+    chosen = [folder / part] if part in ALONE else rest
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *map(str, chosen), "-q", "-x", "--no-header"],
         env={**os.environ, "TRITON_INTERPRET": "1"},
