@@ -7,8 +7,10 @@ It answers with the prompt's words in turn, one per step. A prompt may hold orde
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import time
+from pathlib import Path
 
 from granikv.config import EngineConfig
 from granikv.core import FinishReason, RequestOutput
@@ -148,6 +150,8 @@ class FakeEngine:
 
     def close(self) -> None:
         self.requests.clear()
+        if path := os.environ.get("FAKE_ENGINE_CLOSED"):
+            Path(path).touch()
 
 
 class SlowEngine(FakeEngine):
