@@ -19,7 +19,7 @@ from granikv.serving.launcher import ServerHandle, free_ports
 from granikv.serving.tritonserver import ServerAddress
 from tests.serving.conftest import FAKE_ENV, ROOT, start_server
 from tests.serving.grpc_stream import Answer, Stream, ask
-from tests.serving.http_text import post, wait_until
+from tests.serving.http_text import read_text, wait_until
 
 pytestmark = pytest.mark.skipif(
     not shutil.which("tritonserver") and importlib.util.find_spec("pytriton") is None,
@@ -37,7 +37,7 @@ def is_alive(pid: int) -> bool:
 
 def is_ready(http_url: str) -> bool:
     try:
-        return post(f"{http_url}/v2/health/ready", b"")[0] == 200
+        return read_text(f"{http_url}/v2/health/ready") == ""
     except OSError:
         return False
 
