@@ -81,7 +81,7 @@ def test_c01_cold_and_warm_are_equal(models):
 @pytest.mark.parametrize("layout", ["asymmetric", "uniform"])
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
 def test_c04_lengths_around_an_extents_end(models, length, layout):
-    """16: the least extent and the uniform layout's page. Twice, each with its log-probs."""
+    """16: the least extent and the uniform layout's page. Prompt log-probs are not offered."""
     prompt = tokens(22, length)
     prompts = [prompt, prompt + tokens(23, 5), prompt]
     engine = make_engine(models, prefix_layout=layout)
