@@ -73,7 +73,7 @@ class Request:
     num_hot_tokens: int = 0  # of the context, in extents at the last step
     attention_path: str = "cold"  # or how the last step read most of its HOT tokens
     cum_logprob: float = 0.0  # over all output tokens, when logprobs are asked for
-    num_recomputed_tokens: int = 0  # computed again after a preemption; never counted as hits
+    num_recomputed_tokens: int = 0  # again after a preemption, to be counted; never as hits
     num_preemptions: int = 0
     num_overtaken: int = 0  # admissions that passed this request while it did not fit
     finish_reason: FinishReason | None = None

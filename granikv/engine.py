@@ -287,14 +287,13 @@ class Engine:
         request.output_token_ids.append(token)
         if request.first_token_time is None:
             request.first_token_time = now
-            self._count_request(
-                request,
-                cached_tokens=request.num_cached_tokens,
-                recomputed_tokens=request.num_recomputed_tokens,
-            )
+            self._count_request(request, cached_tokens=request.num_cached_tokens)
         elif request.last_token_time is not None:
             self._token_gaps.observe(now - request.last_token_time)
         request.last_token_time = now
+        if request.num_recomputed_tokens:
+            self._count_request(request, recomputed_tokens=request.num_recomputed_tokens)
+            request.num_recomputed_tokens = 0
         made, params = len(request.output_token_ids), request.params
         is_end = token in self.eos_token_ids and not params.ignore_eos
         is_end = (is_end or token in params.stop_token_ids) and made >= params.min_tokens

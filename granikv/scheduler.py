@@ -120,6 +120,8 @@ class Scheduler:
         for request in list(self.waiting):
             if not budget or not self._free_rows:
                 return
+            if blocked is not None and blocked.num_overtaken >= MAX_OVERTAKEN:
+                return
             if request in batch.preempted:
                 continue
             request.row = RequestRow(self._free_rows[-1])
@@ -129,7 +131,7 @@ class Scheduler:
                 if verdict is Admission.NO_SPACE:
                     num_refused += 1
                     blocked = blocked or request
-                    if blocked.num_overtaken >= MAX_OVERTAKEN or num_refused == MAX_REFUSED:
+                    if num_refused == MAX_REFUSED:
                         return
                 continue
             self._free_rows.pop()

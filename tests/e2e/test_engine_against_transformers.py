@@ -10,6 +10,7 @@ import pytest
 from tiny_engine import (
     ARCHS,
     Made,
+    add,
     assert_matched,
     check_clean,
     make_engine,
@@ -19,7 +20,7 @@ from tiny_engine import (
 )
 
 from granikv.core import FinishReason
-from granikv.errors import AlreadyExists, InvalidArgument
+from granikv.errors import AlreadyExists, InvalidArgument, Unsupported
 from granikv.sampling_params import SamplingParams
 
 
@@ -74,16 +75,25 @@ def test_c01_cold_and_warm_are_equal(models):
     engine.close()
     for got in warm:
         assert_matched(models, ARCHS[0], prompt, got)
+        assert got == warm[0]  # no near-tie is in this prompt's output
 
 
+@pytest.mark.parametrize("layout", ["asymmetric", "uniform"])
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
-def test_c04_lengths_around_an_extents_end(models, length):
+def test_c04_lengths_around_an_extents_end(models, length, layout):
+    """16: the least extent and the uniform layout's page. Prompt log-probs are not offered."""
     prompt = tokens(22, length)
     prompts = [prompt, prompt + tokens(23, 5), prompt]
-    engine = make_engine(models)
-    made, _ = run(engine, prompts)
-    for one, got in zip(prompts, made, strict=True):
-        assert_matched(models, ARCHS[0], one, got)
+    engine = make_engine(models, prefix_layout=layout)
+    page = 1 if layout == "asymmetric" else 16
+    for warm in (False, True):
+        before = engine.counters["cached_tokens"]
+        made, _ = run(engine, prompts)
+        for one, got in zip(prompts, made, strict=True):
+            assert_matched(models, ARCHS[0], one, got)
+        if warm:
+            reusable = [(len(one) - 1) // page * page for one in prompts]
+            assert engine.counters["cached_tokens"] - before >= sum(reusable)
     engine.close()
 
 
@@ -147,9 +157,19 @@ def test_batch_of_33_ragged(models):
 def test_c73_preemption_is_not_counted_as_a_hit(models, async_depth):
     prompts = [tokens(400 + i, 30) for i in range(6)]
     engine = make_engine(models, capacity_tokens=150, async_depth=async_depth)
+    schedule, num_rows = engine.scheduler.schedule, []
+
+    def counting(*args, **kwargs):
+        batch = schedule(*args, **kwargs)
+        num_rows.append(batch.num_rows)
+        return batch
+
+    engine.scheduler.schedule = counting
     made, _ = run(engine, prompts, max_tokens=40)
     assert engine.scheduler.num_preemptions > 0
     assert engine.counters["cached_tokens"] == 0
+    again = sum(num_rows) - len(prompts) * (30 + 40 - 1)  # the last token is never an input
+    assert engine.counters["recomputed_tokens"] == again > 0
     for prompt, got in zip(prompts, made, strict=True):
         assert_matched(models, ARCHS[0], prompt, got)
     engine.close()
@@ -178,12 +198,39 @@ def test_c47_the_tail_is_evicted_before_the_head(models):
     engine.close()
 
 
-def test_c50_a_large_request_starts_within_a_bounded_wait(models):
-    engine = make_engine(models, capacity_tokens=130, max_seq_len=128)
-    small = [tokens(500 + i, 6) for i in range(60)]
-    prompts = [small[0], tokens(34, 110), *small[1:]]
-    made, _ = run(engine, prompts, max_tokens=4)
-    assert all(len(one) == 4 for one in made)
+@pytest.mark.parametrize("chunk", [64, 512])
+def test_c50_a_large_request_starts_within_a_bounded_wait(models, chunk):
+    """Small ones keep passing a request that does not fit, but at most 32 of them."""
+    sizes = {"capacity_tokens": 130, "max_seq_len": 128, "max_num_batched_tokens": chunk}
+    engine = make_engine(models, **sizes)
+    add(engine, "first", tokens(500, 20), max_tokens=12)
+    add(engine, "large", tokens(34, 110), max_tokens=4)
+    for i in range(80):  # lengths differ, so that some always run
+        add(engine, f"small{i}", tokens(501 + i, 6), max_tokens=4 + i % 3 * 4)
+    started, ended = [], []
+    while engine.has_work():
+        for out in engine.step():
+            started += [out.request_id] * (out.num_output_tokens == 1)
+            ended += [out.request_id] * (out.finish_reason is FinishReason.LENGTH)
+    assert len(ended) == 82
+    overtakers = started.index("large") - 1
+    assert 16 <= overtakers <= 32, started
+    assert ended.index("large") >= 12, ended
+    check_clean(engine)
+    engine.close()
+
+
+def test_c50_one_step_admits_no_more_than_may_pass(models):
+    engine = make_engine(models, capacity_tokens=300, max_num_batched_tokens=512)
+    add(engine, "first", [60, *tokens(600, 119)], max_tokens=4)  # no first token is shared
+    add(engine, "large", [61, *tokens(601, 199)], max_tokens=4)
+    for i in range(38):
+        add(engine, f"small{i}", [3 + i, 4], max_tokens=2)
+    engine.step()
+    assert len(engine.scheduler.running) == 1 + 32
+    while engine.has_work():
+        engine.step()
+    check_clean(engine)
     engine.close()
 
 
@@ -197,14 +244,27 @@ def test_c52_progress_with_a_full_cache(models):
     engine.close()
 
 
-def test_c08_salt_and_adapter_are_apart(models):
+class UnseenName(str):
+    """An adapter's name that passes the refusal: the engine's key keeps it apart all the same."""
+
+    def __bool__(self):
+        return False
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [1, 2, 0], [2, 0, 1]])
+def test_c08_salt_and_adapter_are_apart(models, order):
     engine = make_engine(models)
-    prompt, params = tokens(35, 40), SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
-    for i, salt in enumerate(["", "X", "X"]):
-        engine.add_request(f"s{i}", prompt, params, salt=salt)
-        while engine.has_work():
-            engine.step()
-        assert engine.counters["cached_tokens"] == (39 if i == 2 else 0)
+    prompt = tokens(35, 40)
+    with pytest.raises(Unsupported, match="adapter='X'"):
+        engine.add_request("refused", prompt, SamplingParams(), adapter="X")
+    origins = [{"adapter": UnseenName("X")}, {"salt": "X"}, {}]
+    for expected in (0, 39):  # cold, then each finds its own
+        for i in order:
+            before = engine.counters["cached_tokens"]
+            add(engine, f"s{i}", prompt, max_tokens=2, **origins[i])
+            while engine.has_work():
+                engine.step()
+            assert engine.counters["cached_tokens"] - before == expected, origins[i]
     check_clean(engine)
     engine.close()
 

@@ -16,6 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
 from grpc_stream import Stream
+from http_text import post
 
 from granikv.chat import Chat, local_answer
 from granikv.text import load_tokenizer
@@ -102,6 +103,20 @@ def test_c59_one_bad_length_among_seven_good(server):
         (error,) = stream.answers[""].errors
     assert "INVALID_ARG" in error and "max_tokens" in error and "5000" in error
     assert sum(stream.answers[f"good{i}"].is_final for i in range(7)) == 7
+
+
+def test_c58_huge_max_tokens_are_refused_and_nothing_dies(server):
+    pids = dict(server.pids)
+    url = f"{server.address.http_url}/v2/models/granikv/generate"
+    refused = "INVALID_ARG: max_tokens"  # 10**18: of what Triton makes of it in 32 bits
+    words = {"2147483647": refused, str(10**18): refused, "1e18": "Unable to parse"}
+    words[str(2**63)] = "Unable to parse"
+    for number, word in words.items():
+        status, text = post(url, b'{"text_input": "Say it.", "max_tokens": %s}' % number.encode())
+        assert status >= 400 and word in text, text
+    status, text = post(url, {"text_input": "Say it.", "max_tokens": 3}, 60)
+    assert status == 200 and json.loads(text)["num_output_tokens"] <= 3
+    assert server.pids == pids
 
 
 def granikv(*arguments, text=None):

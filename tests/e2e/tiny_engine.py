@@ -47,10 +47,15 @@ class Made(list):
     logits: list[torch.Tensor]
 
 
+def add(engine, request_id, prompt, max_tokens, **origin):
+    """A greedy request that makes exactly `max_tokens`."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    engine.add_request(request_id, prompt, params, **origin)
+
+
 def run(engine, requests, max_tokens=6, cancel=None, gap=0):
     """Token ids of each prompt; requests arrive `gap` steps apart; cancel=(id, step)."""
     engine.recorded_logits.clear()
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     queue = list(enumerate(requests))
     made: dict[str, Made] = {}
     reasons: dict[str, FinishReason] = {}
@@ -59,7 +64,7 @@ def run(engine, requests, max_tokens=6, cancel=None, gap=0):
         assert step < 3000, "the engine makes no progress"
         while queue and (gap == 0 or step % gap == 0):
             i, prompt = queue.pop(0)
-            engine.add_request(f"r{i}", prompt, params)
+            add(engine, f"r{i}", prompt, max_tokens)
             made[f"r{i}"] = Made()
             if gap:
                 break

@@ -7,8 +7,10 @@ It answers with the prompt's words in turn, one per step. A prompt may hold orde
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import time
+from pathlib import Path
 
 from granikv.config import EngineConfig
 from granikv.core import FinishReason, RequestOutput
@@ -55,6 +57,9 @@ class FakeEngine:
             raise InvalidArgument(
                 "prompt", request.num_prompt_tokens, f"at most {self.max_seq_len - 1} tokens"
             )
+        room = self.max_seq_len - request.num_prompt_tokens
+        if params.max_tokens > room:
+            raise InvalidArgument("max_tokens", params.max_tokens, f"at most {room}")
         for token in params.stop_token_ids:
             if token >= VOCAB_SIZE:
                 raise InvalidArgument("stop_token_ids", token, f"token ids below {VOCAB_SIZE}")
@@ -120,8 +125,7 @@ class FakeEngine:
             output.logprobs = [-0.5]
         if word in request.params.stop:
             output.text, output.finished, output.finish_reason = "", True, FinishReason.STOP
-        limit = min(request.params.max_tokens, self.max_seq_len - request.num_prompt_tokens)
-        if request.num_output >= limit and not output.finished:
+        if request.num_output >= request.params.max_tokens and not output.finished:
             output.finished, output.finish_reason = True, FinishReason.LENGTH
         return output
 
@@ -146,6 +150,8 @@ class FakeEngine:
 
     def close(self) -> None:
         self.requests.clear()
+        if path := os.environ.get("FAKE_ENGINE_CLOSED"):
+            Path(path).touch()
 
 
 class SlowEngine(FakeEngine):

@@ -99,12 +99,17 @@ def test_c40_generation_stops_after_an_http_hang_up(server):
 
 
 def test_c41_cancel_with_log_probs(server):
+    aborted = metric(server, "nv_granikv_aborted")
     stream = Stream(server.address.grpc_url)
     stream.send("logs", **LONG, stream=True, return_log_probs=True)
     for _ in range(4):
         _, answer = stream.receive()
-    assert answer.last["output_log_probs"].size >= 1
+        assert answer.last["output_log_probs"].shape == (1, 1, 1)
     stream.close(cancel=True)
+    _, error = stream.arrivals.queue[-1]
+    assert error.status() == "StatusCode.CANCELLED"
+    assert wait_until(lambda: metric(server, "nv_granikv_aborted") == aborted + 1)
+    assert wait_until(lambda: is_idle(server))
     assert ask(server.address.grpc_url, **QUICK).text == "a b c "
     assert server.num_starts == 1
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
+import numpy as np
 import pytest
+import tritonclient.grpc as grpcclient
 
-from tests.serving.grpc_stream import Stream, ask
+from tests.serving.grpc_stream import Stream, ask, tensors
 from tests.serving.http_text import post, read_metrics, read_text, wait_until
 
 
@@ -172,21 +175,26 @@ def test_c55_empty_row_in_a_batch(server):
 
 
 def test_c56_max_tokens(server):
-    refuse(server, "INVALID_ARG", "max_tokens", max_tokens=0)
-    refuse(server, "INVALID_ARG", "max_tokens", max_tokens=-1)
+    refuse(server, "INVALID_ARG", "max_tokens", "got 0", max_tokens=0)
+    refuse(server, "INVALID_ARG", "max_tokens", "got -1", max_tokens=-1)
+    url = f"{server.address.http_url}/v2/models/granikv/generate"
+    status, text = post(url, {"text_input": "a b", "max_tokens": None})
+    assert status >= 400 and "Unable to parse" in text
     values = {"text_input": b"a b", "max_tokens": 1, "exclude_input_in_output": True}
-    assert ask(server.address.grpc_url, **values).text == "a "
+    answer = ask(server.address.grpc_url, **values)
+    assert answer.text == "a "
+    assert answer.last["num_output_tokens"][0, 0] == 1
 
 
 def test_c58_huge_max_tokens(server):
-    values = {"text_input": b"a " * 500, "exclude_input_in_output": True}
-    answer = ask(server.address.grpc_url, max_tokens=2**31 - 1, **values)
-    assert answer.last["num_output_tokens"][0, 0] == 12
+    """The engines refuse what their context does not hold (the fake as granikv.engine does)."""
+    refuse(server, "INVALID_ARG", "max_tokens", "got 2147483647", max_tokens=2**31 - 1)
     url = f"{server.address.http_url}/v2/models/granikv/generate"
     for number in ("1e18", str(2**63)):
-        body = b'{"text_input": "a", "max_tokens": %s}' % number.encode()
-        assert post(url, body)[0] >= 400
+        status, text = post(url, b'{"text_input": "a", "max_tokens": %s}' % number.encode())
+        assert status >= 400 and "Unable to parse" in text
     assert server.probe()
+    assert server.num_starts == 1
 
 
 @pytest.mark.parametrize(
@@ -211,28 +219,47 @@ def test_c61_seed_beyond_64_bits(server):
     assert server.probe()
 
 
-@pytest.mark.parametrize("shape", [[-1, 8], [0], [2**40], [1, 1, 1], [1, 0], [0, 1]], ids=str)
-def test_c65_c67_absurd_shapes(server, shape):
-    inputs = [
-        {"name": "text_input", "shape": shape, "datatype": "BYTES", "data": ["a"]},
-        {"name": "max_tokens", "shape": [1, 1], "datatype": "INT32", "data": [1]},
-    ]
-    if 0 in shape:
-        inputs[0]["data"] = []
-    status, _ = post(f"{server.address.http_url}/v2/models/granikv/infer", {"inputs": inputs})
-    assert status >= 400
-    assert server.probe()
-
-
-def test_c67_empty_arrays_over_grpc(server):
-    import numpy as np
-
-    from tests.serving.grpc_stream import tensors
-
+def ask_with_shapes(server, text_shape: list[int], max_tokens_shape: list[int], data: bytes):
+    """A gRPC stream's answer; `data` is the text input's content, whatever the shape says."""
+    text = grpcclient.InferInput("text_input", text_shape, "BYTES")
+    text._raw_content = data
+    (count,) = tensors(max_tokens=1)
+    count.set_shape(max_tokens_shape)
     with Stream(server.address.grpc_url) as stream:
-        bad = tensors(max_tokens=1) + tensors(text_input=np.zeros((1, 0), dtype=object))
-        stream.client.async_stream_infer("granikv", bad, request_id="empty")
-        assert stream.wait("empty").errors
+        stream.client.async_stream_infer(
+            "granikv", [text, count], request_id="shape", enable_empty_final_response=True
+        )
+        return stream.wait("shape")
+
+
+ONE_TEXT = b"\x01\x00\x00\x00a"  # its length, then its bytes
+ABSURD_SHAPES = [[-1, 8], [-1, 1], [0], [2**40], [1, 1, 1], [1, 0], [0, 1], [1, 2**40]]
+SHAPE_ERRORS = "unexpected shape|batch size|batch-size|byte size|expected 1 string elements"
+
+
+@pytest.mark.parametrize("for_both", [False, True])
+@pytest.mark.parametrize("shape", ABSURD_SHAPES, ids=str)
+def test_c65_c67_absurd_shapes(server, shape, for_both):
+    """The shape alone is refused: the same bytes in the shape [1, 1] are answered."""
+    data = b"" if 0 in shape else ONE_TEXT
+    answer = ask_with_shapes(server, shape, shape if for_both else [1, 1], data)
+    assert answer.texts == []
+    assert re.search(SHAPE_ERRORS, answer.errors[0]), answer
+    assert ask_with_shapes(server, [1, 1], [1, 1], ONE_TEXT).texts == ["aa "]
+    assert server.num_starts == 1
+
+
+@pytest.mark.parametrize("text", [[], [[]], ["a", "b"]], ids=str)
+def test_c65_c67_absurd_shapes_over_http(server, text):
+    url = f"{server.address.http_url}/v2/models/granikv/generate"
+    status, answer = post(url, {"text_input": text, "max_tokens": 1})
+    assert status == 400
+    assert "text_input" in answer and re.search(SHAPE_ERRORS, answer)
+    status, answer = post(url, {"text_input": ["a"], "max_tokens": [1]})
+    assert (status, json.loads(answer)["text_output"]) == (200, "aa ")
+
+
+def test_c67_an_empty_array_of_an_optional_input_means_none(server):
     empty = np.zeros((1, 0), dtype=object)
     values = {"text_input": b"a", "max_tokens": 1, "stop_words": empty}
     assert ask(server.address.grpc_url, **values).texts == ["aa "]
