@@ -1,7 +1,8 @@
 """Processes that must not outlive the one that started them.
 
 As a program it is the wrapper of a command that knows nothing of its parent:
-`python processes.py PARENT_PID COMMAND...` becomes COMMAND, which the system kills with its parent.
+`python processes.py SIGNAL PARENT_PID COMMAND...` becomes COMMAND, which gets the signal from the
+system when its parent dies.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ from typing import Any
 PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """SIGKILL for this process when its parent dies, also when it died before this call."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def die_with_parent(parent_pid: int, by: int = signal.SIGKILL) -> None:
+    """A signal for this process when its parent dies; it ends when that was before this call."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by, 0, 0, 0)
     if os.getppid() != parent_pid:
         sys.exit(f"parent {parent_pid} died while process {os.getpid()} started")
 
 
-def start_owned(command: list[str], **options: Any) -> subprocess.Popen:
-    """Popen of a command that the system kills when this process dies, however it dies.
+def start_owned(
+    command: list[str], death_signal: int = signal.SIGKILL, **options: Any
+) -> subprocess.Popen:
+    """Popen of a command that gets death_signal when this process dies, however it dies.
 
     The signal comes when the *thread* that started the command ends. So that is a thread of its
     own, which lives as long as the command and not as long as the caller's thread.
     """
-    wrapped = [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+    who = [str(int(death_signal)), str(os.getpid())]
+    wrapped = [sys.executable, "-I", "-S", __file__, *who, *command]
     started: Future[subprocess.Popen] = Future()
 
     def own() -> None:
@@ -50,5 +54,5 @@ def start_owned(command: list[str], **options: Any) -> subprocess.Popen:
 
 
 if __name__ == "__main__":
-    die_with_parent(int(sys.argv[1]))
-    os.execvp(sys.argv[2], sys.argv[2:])
+    die_with_parent(int(sys.argv[2]), int(sys.argv[1]))
+    os.execvp(sys.argv[3], sys.argv[3:])

@@ -114,6 +114,7 @@ class ServerHandle:
         self.log_start = log.tell() if log else 0
         self.process = start_owned(
             command,
+            signal.SIGTERM,  # stub and engine have the time to kill it: see run_dir.py
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
