@@ -8,6 +8,7 @@ again by another process, and the thread that started the server may end before 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
@@ -29,6 +30,7 @@ from granikv.errors import InvalidArgument
 FOLDER_PREFIX = "granikv_"  # of temporary folders
 LOCK = "launcher.lock"
 SHM_PREFIX = re.compile(r"granikv_\d+_[0-9a-f]+_")  # server_handle.py makes it
+ENV_FOLDER = re.compile(r"/tmp/python_env_\w{6}")
 FAILURE = "stub.failure"
 STATE_FILES = ("stub.pid", "engine.pid", "engine.drained", FAILURE)
 LINKS = "home"  # of the server's backend; see tritonserver.py
@@ -45,33 +47,34 @@ class RunDir:
     """
 
     def __init__(self, wanted: Path | None = None):
-        remove_stale_folders()
         self.is_temporary = wanted is None
-        self.path = Path(wanted or tempfile.mkdtemp(prefix=FOLDER_PREFIX)).absolute()
-        self.lock_path = self.path / LOCK
-        if len(os.fsencode(f"{self.path}{LONGEST_SOCKET}")) > MAX_SOCKET_PATH:
-            limit = MAX_SOCKET_PATH - len(LONGEST_SOCKET)
-            raise InvalidArgument("GRANIKV_RUN_DIR", str(wanted), f"at most {limit} bytes of path")
-        deadline = time.monotonic() + CLAIM_TIMEOUT_S
-        while True:
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                self._lock = lock_file(self.lock_path)
-                break
-            except OSError as error:
-                if not isinstance(error, BlockingIOError) or time.monotonic() > deadline:
-                    problem = error.strerror
-                    expected = f"a folder to write in that no other launcher has ({problem})"
-                    raise InvalidArgument("GRANIKV_RUN_DIR", str(wanted), expected) from None
-            time.sleep(0.1)
-        remove_shared_memory(noted_prefix(self.lock_path))  # of a launcher that was killed
+        try:
+            remove_stale_folders()
+            self._lock = _claim(wanted)
+            self.lock_path = Path(self._lock.name)
+            self.path = self.lock_path.parent
+            remove_noted(self.lock_path)  # of a launcher that was killed
+            self.note("")
+        except OSError as error:
+            expected = (
+                f"a folder to write in that no other launcher has ({error.strerror or error})"
+            )
+            got = str(wanted) if wanted else "a temporary folder"
+            raise InvalidArgument("GRANIKV_RUN_DIR", got, expected) from None
         self.clean()
 
-    def note(self, shm_prefix: str) -> None:
-        """What the stub has to remove when the launcher is gone."""
-        self._lock.truncate(0)
-        json.dump({"shm_prefix": shm_prefix, "is_temporary": self.is_temporary}, self._lock)
-        self._lock.flush()
+    def note(self, shm_prefix: str, env_folder: Path | None = None) -> None:
+        """What has to be removed when the launcher is gone; env_folder: Triton's, in /tmp.
+
+        Raises OSError. Not through the file's buffer: what could not be written would be written
+        again by its close."""
+        noted = {"shm_prefix": shm_prefix, "is_temporary": self.is_temporary}
+        noted["env_folder"] = str(env_folder or "")
+        try:
+            os.ftruncate(self._lock.fileno(), 0)
+            os.write(self._lock.fileno(), json.dumps(noted).encode())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.lock_path)) from None
 
     def read_pid(self, name: str) -> int | None:
         """name: "stub" or "engine"; None before it has started."""
@@ -96,11 +99,35 @@ class RunDir:
         self._lock.close()
 
 
+def _claim(wanted: Path | None) -> TextIO:
+    """The locked file of the wanted folder, or of a new temporary one."""
+    deadline = time.monotonic() + CLAIM_TIMEOUT_S
+    while True:
+        path = Path(wanted or tempfile.mkdtemp(prefix=FOLDER_PREFIX)).absolute()
+        if len(os.fsencode(f"{path}{LONGEST_SOCKET}")) > MAX_SOCKET_PATH:
+            limit = MAX_SOCKET_PATH - len(LONGEST_SOCKET)
+            raise InvalidArgument("GRANIKV_RUN_DIR", str(path), f"at most {limit} bytes of path")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            return lock_file(path / LOCK)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        if wanted:
+            time.sleep(0.1)
+
+
 def lock_file(path: Path) -> TextIO:
-    """The file, opened and locked. Raises BlockingIOError when another process has the lock."""
+    """The file, opened and locked. Raises BlockingIOError when another process has the lock, or
+    had it and removed the file: a lock on a file without a name would keep nobody out."""
     file = path.open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            raise BlockingIOError(errno.EAGAIN, "the lock's file was removed", str(path))
+    except FileNotFoundError:
+        file.close()
+        raise BlockingIOError(errno.EAGAIN, "the lock's file was removed", str(path)) from None
     except OSError:
         file.close()
         raise
@@ -125,22 +152,61 @@ def remove_folder(path: Path, is_temporary: bool) -> None:
 def remove_stale_folders() -> None:
     """Temporary folders, and the shared memory, of this user's launchers that were killed together
     with everything that would have removed them: folders whose lock nobody holds."""
-    for lock in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*/{LOCK}"):
+    try:
+        folder = Path(tempfile.gettempdir())
+    except OSError:  # none that is writable, as on a full disk
+        return
+    for lock in folder.glob(f"{FOLDER_PREFIX}*/{LOCK}"):
         with contextlib.suppress(OSError):
             if lock.parent.lstat().st_uid != os.getuid() or lock.parent.is_symlink():
                 continue
             with lock_file(lock):
-                remove_shared_memory(noted_prefix(lock))
-                remove_folder(lock.parent, is_temporary=True)
+                remove_noted(lock)
+                remove_folder(lock.parent, _noted(lock).get("is_temporary") is not False)
+
+
+def remove_noted(lock: Path) -> None:
+    """What the lock's last launcher noted and nobody removed."""
+    remove_shared_memory(noted_prefix(lock))
+    remove_env_folder(noted_env_folder(lock))
+
+
+def _noted(lock: Path) -> dict:
+    try:
+        noted = json.loads(lock.read_text())
+    except (OSError, ValueError):
+        return {}
+    return noted if isinstance(noted, dict) else {}
 
 
 def noted_prefix(lock: Path) -> str:
     """The shared memory's prefix that the lock's last launcher noted; "" for none."""
-    try:
-        prefix = json.loads(lock.read_text())["shm_prefix"]
-        return prefix if SHM_PREFIX.fullmatch(prefix) else ""
-    except (OSError, ValueError, LookupError, TypeError):
-        return ""
+    prefix = _noted(lock).get("shm_prefix")
+    return prefix if isinstance(prefix, str) and SHM_PREFIX.fullmatch(prefix) else ""
+
+
+def noted_env_folder(lock: Path) -> Path | None:
+    name = _noted(lock).get("env_folder")
+    return Path(name) if isinstance(name, str) and ENV_FOLDER.fullmatch(name) else None
+
+
+def env_folders() -> set[Path]:
+    """The empty folders that Triton's Python backend made for this user, one per server.
+
+    It honours no TMPDIR, and a server that is killed does not remove its own."""
+    found = set()
+    for path in Path("/tmp").glob("python_env_*"):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_uid == os.getuid() and not any(path.iterdir()):
+                found.add(path)
+    return found
+
+
+def remove_env_folder(path: Path | None) -> None:
+    """Only an empty one: the model has no environment of its own that Triton would unpack there."""
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.rmdir()
 
 
 def remove_shared_memory(prefix: str) -> None:
@@ -196,12 +262,13 @@ def _wait_and_end(file: TextIO, pids: list[int]) -> None:
     """`pids` as from up_to_server. The lock is held to the end: the folder is not free before."""
     fcntl.flock(file, fcntl.LOCK_SH)
     remove = ""
-    with contextlib.suppress(ValueError, KeyError):
-        note = json.load(file)
-        folder = shlex.quote(str(Path(file.name).parent))
+    if noted_prefix(lock := Path(file.name)):
+        note = _noted(lock)
+        folder = shlex.quote(str(lock.parent))
         names = f"{' '.join(STATE_FILES)} e[0-9]*.in e[0-9]*.out"
         files = f"cd {folder} && rm -rf {names} {LINKS}"
-        remove = f"rm -f /dev/shm/{shlex.quote(note['shm_prefix'])}*; "
+        remove = f"rm -f /dev/shm/{note['shm_prefix']}*; "
+        remove += f"rmdir {noted_env_folder(lock) or ''} 2>/dev/null; "
         remove += f"rm -rf {folder}" if note["is_temporary"] else files
     _end(pids, remove, file.fileno())
 

@@ -22,12 +22,19 @@ import uuid
 from pathlib import Path
 
 from granikv.env import read as read_variable
-from granikv.errors import GraniKVError, InvalidArgument, Unavailable
+from granikv.errors import GraniKVError, InvalidArgument, ModelFileError, Unavailable
 from granikv.metrics import PROBE_PREFIX
 from granikv.processes import start_owned
-from granikv.serving.run_dir import LINKS, RunDir, remove_shared_memory
-from granikv.serving.server_check import PROBE, check_server
-from granikv.serving.settings import default_python
+from granikv.serving.listeners import listened_ports
+from granikv.serving.run_dir import (
+    LINKS,
+    RunDir,
+    env_folders,
+    remove_env_folder,
+    remove_shared_memory,
+)
+from granikv.serving.server_check import PROBE, check_server, read_parameters
+from granikv.serving.settings import ServingSettings, default_python
 from granikv.serving.tritonserver import (
     ServerAddress,
     check_ports,
@@ -40,7 +47,9 @@ from granikv.serving.tritonserver import (
 
 EXIT_TIMEOUT_S = 10
 CLEAN_EXIT_S = 4.0  # an idle Triton 2.51 takes 2.1 to 2.8 s
-DRAIN_TIMEOUT_S = 30.0  # longer than the model's drain_s and a step
+STEP_PATIENCE_S = 20.0  # for the step that runs when the engine's drain_s are over
+NUM_PROCESSES = 3  # server, stub, engine
+LOST = 1  # exit code when requests may be lost
 ANSWER_S = 0.2  # for the stub to send what the engine's last batch gave
 MODEL = "granikv"
 
@@ -58,6 +67,11 @@ def is_running(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def is_input(error: GraniKVError) -> bool:
+    """Nothing that another try would change."""
+    return isinstance(error, InvalidArgument | ModelFileError)
 
 
 class ServerHandle:
@@ -91,6 +105,8 @@ class ServerHandle:
         self.start_timeout_s = start_timeout_s
         self.process: subprocess.Popen | None = None
         self.shm_prefix = ""
+        self.env_folder: Path | None = None  # Triton's, in /tmp
+        self._env_folders_before: set[Path] = set()
         self.num_starts = 0
         self.restarted = threading.Event()
         self.stop_requested = threading.Event()
@@ -99,6 +115,12 @@ class ServerHandle:
 
     def start(self) -> None:
         """Returns when a real inference was answered. Raises InvalidArgument or Unavailable."""
+        try:
+            self._start()
+        except OSError as error:  # a full disk
+            raise Unavailable(f"the server cannot be started: {error}") from error
+
+    def _start(self) -> None:
         environment = server_environment(self.env)
         check_ports(self.address)  # the quick check first
         if not self.num_starts:
@@ -106,6 +128,7 @@ class ServerHandle:
         self.run_dir.clean()
         self.shm_prefix = f"granikv_{os.getpid()}_{uuid.uuid4().hex[:8]}_"
         self.run_dir.note(self.shm_prefix)
+        self.env_folder, self._env_folders_before = None, env_folders()
         installation = find_tritonserver(self.run_dir.path / LINKS)
         command = server_command(
             installation, self.model_repository, self.address, self.shm_prefix, EXIT_TIMEOUT_S
@@ -134,20 +157,44 @@ class ServerHandle:
         deadline = time.monotonic() + self.start_timeout_s
         url = f"{self.address.http_url}/v2/health/ready"
         while time.monotonic() < deadline and not self.stop_requested.is_set():
-            code = self.process.poll()
-            if code is not None:
-                raise Unavailable(
-                    f"tritonserver ended with code {code} while starting{self._why()}"
-                )
-            try:
-                urllib.request.urlopen(url, timeout=2).close()
-                self.probe(max(1.0, deadline - time.monotonic()))
-                return
-            except (OSError, Unavailable):
-                time.sleep(0.05)
+            self._check_process()
+            self._find_env_folder()
+            if self._has_ports():
+                with contextlib.suppress(OSError, Unavailable):
+                    urllib.request.urlopen(url, timeout=2).close()
+                    self.probe(max(1.0, deadline - time.monotonic()))
+                    if self._has_ports() and len(self.pids) == NUM_PROCESSES:
+                        return
+            time.sleep(0.05)
         if self.stop_requested.is_set():
             raise Unavailable("stopped while the server started")
         raise Unavailable(f"no answer of the server within {self.start_timeout_s} s{self._why()}")
+
+    def _check_process(self) -> None:
+        """Raises Unavailable when the server ended, InvalidArgument when that was for a port:
+        another server took it while ours loaded its model."""
+        assert self.process is not None
+        code = self.process.poll()
+        if code is None:
+            return
+        if not self.run_dir.failure():
+            check_ports(self.address)
+        raise Unavailable(f"tritonserver ended with code {code} while starting{self._why()}")
+
+    def _has_ports(self) -> bool:
+        """It is our server that listens on all of its ports, not another one."""
+        assert self.process is not None
+        ports = listened_ports(self.process.pid)
+        is_known = ports is None or ports >= set(self.address.ports.values())
+        return is_known and self.process.poll() is None
+
+    def _find_env_folder(self) -> None:
+        """What Triton made in /tmp before the stub; unknown while other servers start as well."""
+        if self.env_folder is None and self.run_dir.read_pid("stub"):
+            made = env_folders() - self._env_folders_before
+            if len(made) == 1:
+                self.env_folder = made.pop()
+                self.run_dir.note(self.shm_prefix, self.env_folder)
 
     def _why(self) -> str:
         """The stub's reason, or the log's last errors, and where the log is."""
@@ -215,26 +262,30 @@ class ServerHandle:
         _signal_pid(pids.get("engine"), signal.SIGKILL)
         self.run_dir.clean()
         remove_shared_memory(self.shm_prefix)
+        remove_env_folder(self.env_folder)
 
     def stop(self) -> int:
-        """Drain and stop; returns 0, or not when a request may have been lost."""
+        """Drain and stop; returns 0, or 1 when a request may have been lost."""
         self.stop_requested.set()
-        if self.process is None:
-            self.close()
-            return 0
-        if not all(is_running(pid) for pid in self.pids.values()):
-            self.kill()  # without its stub the server would wait for the whole exit timeout
-            self.close()
-            return -signal.SIGKILL
-        was_drained = self._drain()
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            code = self.process.wait(CLEAN_EXIT_S if was_drained else EXIT_TIMEOUT_S + 10)
-        except subprocess.TimeoutExpired:
-            code = 0 if was_drained else -signal.SIGKILL
-        self.kill()
+        problem = "" if self.process is None else self._stop_process(self.process)
         self.close()
-        return code
+        if problem:
+            print(f"granikv: {problem}; server killed", file=sys.stderr, flush=True)
+        return LOST if problem else 0
+
+    def _stop_process(self, process: subprocess.Popen) -> str:
+        """What went wrong; "" when all was answered."""
+        problem, code = "", 0
+        if not all(is_running(pid) for pid in self.pids.values()):
+            problem = "a process had died"  # the server would wait for its whole exit timeout
+        elif not self._drain():
+            problem = "the engine died, or did not finish in time"
+        else:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(CLEAN_EXIT_S)
+        self.kill()
+        return problem or (f"tritonserver ended with code {code}" if code else "")
 
     def _drain(self) -> bool:
         """Let the engine finish or refuse what runs; True when every request was answered.
@@ -246,7 +297,10 @@ class ServerHandle:
         drained = self.run_dir.path / "engine.drained"
         engine = self.run_dir.read_pid("engine")
         _signal_pid(engine, signal.SIGTERM)
-        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        drain_s = float(
+            read_parameters(self.model_repository).get("drain_s", ServingSettings.drain_s)
+        )
+        deadline = time.monotonic() + drain_s + STEP_PATIENCE_S
         while engine and is_running(engine) and time.monotonic() < deadline:
             if drained.exists():
                 time.sleep(ANSWER_S)
@@ -258,7 +312,8 @@ class ServerHandle:
         self.run_dir.close()
 
     def supervise(self, max_restarts: int) -> int:
-        """Restart what dies until a stop is asked for. Returns the exit code of the launcher."""
+        """Restart what dies until a stop is asked for. Returns the exit code of the launcher: 0,
+        1 when no restart is left, 2 when the server cannot start again, as with a taken port."""
         backoff_s = 0.5
         restarts = 0
         while True:
@@ -283,6 +338,8 @@ class ServerHandle:
                     break
                 except GraniKVError as error:
                     print(f"granikv: restart failed: {error}", file=sys.stderr, flush=True)
+                    if is_input(error):
+                        return 2
                     self.stop_requested.wait(backoff_s)
                     backoff_s = min(2 * backoff_s, 30.0)
 

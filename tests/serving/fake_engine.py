@@ -7,8 +7,10 @@ It answers with the prompt's words in turn, one per step. A prompt may hold orde
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import time
+from pathlib import Path
 
 from granikv.config import EngineConfig
 from granikv.core import FinishReason, RequestOutput
@@ -158,3 +160,12 @@ class SlowEngine(FakeEngine):
 class BrokenEngine(FakeEngine):
     def __init__(self, config: EngineConfig):
         raise InvalidArgument("weights", "made up", "weights that can be loaded")
+
+
+class LateEngine(FakeEngine):
+    """Loads until the run folder has a file `go`."""
+
+    def __init__(self, config: EngineConfig):
+        while not Path(os.environ["GRANIKV_RUN_DIR"], "go").exists():
+            time.sleep(0.05)
+        super().__init__(config)
