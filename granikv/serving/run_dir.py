@@ -26,11 +26,11 @@ from typing import TextIO
 
 from granikv import env
 from granikv.errors import InvalidArgument
+from granikv.serving import env_folder
 
 FOLDER_PREFIX = "granikv_"  # of temporary folders
 LOCK = "launcher.lock"
 SHM_PREFIX = re.compile(r"granikv_\d+_[0-9a-f]+_")  # server_handle.py makes it
-ENV_FOLDER = re.compile(r"/tmp/python_env_\w{6}")
 FAILURE = "stub.failure"
 STATE_FILES = ("stub.pid", "engine.pid", "engine.drained", FAILURE)
 LINKS = "home"  # of the server's backend; see tritonserver.py
@@ -63,13 +63,13 @@ class RunDir:
             raise InvalidArgument("GRANIKV_RUN_DIR", got, expected) from None
         self.clean()
 
-    def note(self, shm_prefix: str, env_folder: Path | None = None) -> None:
-        """What has to be removed when the launcher is gone; env_folder: Triton's, in /tmp.
+    def note(self, shm_prefix: str, tritons: Path | None = None) -> None:
+        """What has to be removed when the launcher is gone; tritons: see env_folder.py.
 
         Raises OSError. Not through the file's buffer: what could not be written would be written
         again by its close."""
         noted = {"shm_prefix": shm_prefix, "is_temporary": self.is_temporary}
-        noted["env_folder"] = str(env_folder or "")
+        noted["env_folder"] = str(tritons or "")
         try:
             os.ftruncate(self._lock.fileno(), 0)
             os.write(self._lock.fileno(), json.dumps(noted).encode())
@@ -168,7 +168,7 @@ def remove_stale_folders() -> None:
 def remove_noted(lock: Path) -> None:
     """What the lock's last launcher noted and nobody removed."""
     remove_shared_memory(noted_prefix(lock))
-    remove_env_folder(noted_env_folder(lock))
+    env_folder.remove_env_folder(noted_env_folder(lock))
 
 
 def _noted(lock: Path) -> dict:
@@ -187,26 +187,7 @@ def noted_prefix(lock: Path) -> str:
 
 def noted_env_folder(lock: Path) -> Path | None:
     name = _noted(lock).get("env_folder")
-    return Path(name) if isinstance(name, str) and ENV_FOLDER.fullmatch(name) else None
-
-
-def env_folders() -> set[Path]:
-    """The empty folders that Triton's Python backend made for this user, one per server.
-
-    It honours no TMPDIR, and a server that is killed does not remove its own."""
-    found = set()
-    for path in Path("/tmp").glob("python_env_*"):
-        with contextlib.suppress(OSError):
-            if path.lstat().st_uid == os.getuid() and not any(path.iterdir()):
-                found.add(path)
-    return found
-
-
-def remove_env_folder(path: Path | None) -> None:
-    """Only an empty one: the model has no environment of its own that Triton would unpack there."""
-    if path is not None:
-        with contextlib.suppress(OSError):
-            path.rmdir()
+    return Path(name) if isinstance(name, str) and env_folder.NAME.fullmatch(name) else None
 
 
 def remove_shared_memory(prefix: str) -> None:
@@ -228,15 +209,16 @@ def end_with_launcher() -> None:
     if lock is None:
         return
     pids = up_to_server()
+    tritons = env_folder.find_env_folder(pids[-1], pids[-2]) if len(pids) > 1 else None
     try:
         file = lock.open()
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:  # as it should be: the launcher has it
-        threading.Thread(target=_wait_and_end, args=(file, pids), daemon=True).start()
+        threading.Thread(target=_wait_and_end, args=(file, pids, tritons), daemon=True).start()
     except OSError:  # removed
         _end(pids, "")
     else:
-        _wait_and_end(file, pids)
+        _wait_and_end(file, pids, tritons)
 
 
 def up_to_server() -> list[int]:
@@ -258,8 +240,8 @@ def _name_and_parent(pid: int) -> tuple[str, int]:
     return before.partition("(")[2], int(after.split()[1])
 
 
-def _wait_and_end(file: TextIO, pids: list[int]) -> None:
-    """`pids` as from up_to_server. The lock is held to the end: the folder is not free before."""
+def _wait_and_end(file: TextIO, pids: list[int], tritons: Path | None) -> None:
+    """`pids` as from up_to_server; tritons: see env_folder.py. The lock is held to the end: the folder is not free before."""
     fcntl.flock(file, fcntl.LOCK_SH)
     remove = ""
     if noted_prefix(lock := Path(file.name)):
@@ -268,7 +250,7 @@ def _wait_and_end(file: TextIO, pids: list[int]) -> None:
         names = f"{' '.join(STATE_FILES)} e[0-9]*.in e[0-9]*.out"
         files = f"cd {folder} && rm -rf {names} {LINKS}"
         remove = f"rm -f /dev/shm/{note['shm_prefix']}*; "
-        remove += f"rmdir {noted_env_folder(lock) or ''} 2>/dev/null; "
+        remove += f"rmdir {tritons or ''} 2>/dev/null; "
         remove += f"rm -rf {folder}" if note["is_temporary"] else files
     _end(pids, remove, file.fileno())
 

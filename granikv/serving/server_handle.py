@@ -25,14 +25,9 @@ from granikv.env import read as read_variable
 from granikv.errors import GraniKVError, InvalidArgument, ModelFileError, Unavailable
 from granikv.metrics import PROBE_PREFIX
 from granikv.processes import start_owned
+from granikv.serving.env_folder import find_env_folder, remove_env_folder
 from granikv.serving.listeners import listened_ports
-from granikv.serving.run_dir import (
-    LINKS,
-    RunDir,
-    env_folders,
-    remove_env_folder,
-    remove_shared_memory,
-)
+from granikv.serving.run_dir import LINKS, RunDir, remove_shared_memory
 from granikv.serving.server_check import PROBE, check_server, read_parameters
 from granikv.serving.settings import ServingSettings, default_python
 from granikv.serving.tritonserver import (
@@ -105,8 +100,7 @@ class ServerHandle:
         self.start_timeout_s = start_timeout_s
         self.process: subprocess.Popen | None = None
         self.shm_prefix = ""
-        self.env_folder: Path | None = None  # Triton's, in /tmp
-        self._env_folders_before: set[Path] = set()
+        self.env_folder: Path | None = None  # see env_folder.py
         self.num_starts = 0
         self.restarted = threading.Event()
         self.stop_requested = threading.Event()
@@ -128,7 +122,7 @@ class ServerHandle:
         self.run_dir.clean()
         self.shm_prefix = f"granikv_{os.getpid()}_{uuid.uuid4().hex[:8]}_"
         self.run_dir.note(self.shm_prefix)
-        self.env_folder, self._env_folders_before = None, env_folders()
+        self.env_folder = None
         installation = find_tritonserver(self.run_dir.path / LINKS)
         command = server_command(
             installation, self.model_repository, self.address, self.shm_prefix, EXIT_TIMEOUT_S
@@ -157,8 +151,8 @@ class ServerHandle:
         deadline = time.monotonic() + self.start_timeout_s
         url = f"{self.address.http_url}/v2/health/ready"
         while time.monotonic() < deadline and not self.stop_requested.is_set():
-            self._check_process()
             self._find_env_folder()
+            self._check_process()
             if self._has_ports():
                 with contextlib.suppress(OSError, Unavailable):
                     urllib.request.urlopen(url, timeout=2).close()
@@ -189,12 +183,10 @@ class ServerHandle:
         return is_known and self.process.poll() is None
 
     def _find_env_folder(self) -> None:
-        """What Triton made in /tmp before the stub; unknown while other servers start as well."""
-        if self.env_folder is None and self.run_dir.read_pid("stub"):
-            made = env_folders() - self._env_folders_before
-            if len(made) == 1:
-                self.env_folder = made.pop()
-                self.run_dir.note(self.shm_prefix, self.env_folder)
+        stub = self.run_dir.read_pid("stub")
+        if self.process is not None and self.env_folder is None and stub:
+            self.env_folder = find_env_folder(self.process.pid, stub)
+            self.run_dir.note(self.shm_prefix, self.env_folder)
 
     def _why(self) -> str:
         """The stub's reason, or the log's last errors, and where the log is."""

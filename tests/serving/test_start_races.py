@@ -179,9 +179,7 @@ def test_a_restart_that_finds_its_port_taken_ends(monkeypatch, capsys):
 
 
 def env_folder_of(server: ServerHandle) -> Path:
-    if server.env_folder is None:
-        pytest.skip("other Triton servers start here at the same time")
-    assert server.env_folder.is_dir()
+    assert server.env_folder is not None and server.env_folder.is_dir()
     assert noted_env_folder(server.run_dir.lock_path) == server.env_folder
     return server.env_folder
 
@@ -212,6 +210,7 @@ def test_tritons_folder_goes_with_a_killed_launcher(tmp_path, monkeypatch, also)
     process = launcher(f"--log={tmp_path / 'log'}")
     ready = read_ready(process)
     folder = noted_env_folder(tmp_path / "run" / LOCK)
+    assert folder is not None and folder.is_dir()
     process.send_signal(signal.SIGSTOP)
     if also:
         os.kill(int(ready["stub"]), signal.SIGKILL)
@@ -220,7 +219,7 @@ def test_tritons_folder_goes_with_a_killed_launcher(tmp_path, monkeypatch, also)
     assert wait_until(lambda: not processes_of(tmp_path / "run"), 30)
     if also:
         RunDir(tmp_path / "run").close()
-    assert folder is None or wait_until(lambda: not folder.exists(), 5)
+    assert wait_until(lambda: not folder.exists(), 5)
 
 
 # --- a stop while the engine hangs
