@@ -304,9 +304,8 @@ class ServerHandle:
         self.run_dir.close()
 
     def supervise(self, max_restarts: int) -> int:
-        """Restart what dies until a stop is asked for. Returns the exit code of the launcher: 0,
-        1 when no restart is left, 2 when the server cannot start again, as with a taken port."""
-        backoff_s = 0.5
+        """Restart what dies until a stop is asked for. Returns the exit code of the launcher: 0; 1
+        when no restart is left; 2 when what kept it from starting again is like a taken port."""
         restarts = 0
         while True:
             started = time.monotonic()
@@ -315,25 +314,31 @@ class ServerHandle:
                 return 0
             self.kill()
             if time.monotonic() - started > 60:
-                restarts, backoff_s = 0, 0.5
+                restarts = 0
             then = "starting again" if restarts < max_restarts else "no restart is left"
             text = f"granikv: the {dead} process died; server killed, {then}"
             print(text, file=sys.stderr, flush=True)
-            while not self.stop_requested.is_set():
-                if restarts >= max_restarts:
-                    return 1
-                restarts += 1
-                try:
-                    self.start()
-                    self.restarted.set()
-                    print(self.ready_line(), flush=True)
-                    break
-                except GraniKVError as error:
-                    print(f"granikv: restart failed: {error}", file=sys.stderr, flush=True)
-                    if is_input(error):
-                        return 2
-                    self.stop_requested.wait(backoff_s)
-                    backoff_s = min(2 * backoff_s, 30.0)
+            restarts, code = self._restart(restarts, max_restarts)
+            if self.process is None:
+                return code
+
+    def _restart(self, restarts: int, max_restarts: int) -> tuple[int, int]:
+        """Restarts so far, and the exit code if no server runs: that of the last failure."""
+        code = LOST if restarts >= max_restarts else 0
+        while restarts < max_restarts and not self.stop_requested.is_set():
+            restarts += 1
+            try:
+                self.start()
+                self.restarted.set()
+                print(self.ready_line(), flush=True)
+                return restarts, 0
+            except GraniKVError as error:
+                if self.stop_requested.is_set():
+                    return restarts, code
+                code = 2 if is_input(error) else LOST
+                print(f"granikv: restart failed: {error}", file=sys.stderr, flush=True)
+                self.stop_requested.wait(min(0.25 * 2 ** min(restarts, 7), 30.0))
+        return restarts, code
 
     def ready_line(self) -> str:
         pids = " ".join(f"{name}={pid}" for name, pid in sorted(self.pids.items()))

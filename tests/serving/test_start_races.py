@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -160,14 +161,16 @@ def test_a_restart_without_space_is_tried_again_and_told(monkeypatch, capsys):
     handle.close()
 
 
-def test_a_restart_that_finds_its_port_taken_ends(monkeypatch, capsys):
+def test_a_restart_that_finds_its_port_taken_ends_with_2(monkeypatch, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         handle = ServerHandle(ServerAddress("127.0.0.1", *free_ports(2), port), env=FAKE_ENV)
         monkeypatch.setattr(handle, "wait_for_death", lambda: "engine")
-        assert handle.supervise(5) == 2
+        assert handle.supervise(2) == 2
+        threading.Timer(1, handle.stop_requested.set).start()
+        assert handle.supervise(100) == 2  # a stop does not make it a success
     assert (
         f"metrics_port: expected a free port of 127.0.0.1 (Address already in use), got {port}"
         in (capsys.readouterr().err)
