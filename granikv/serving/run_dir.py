@@ -241,9 +241,10 @@ def _name_and_parent(pid: int) -> tuple[str, int]:
 
 
 def _wait_and_end(file: TextIO, pids: list[int], tritons: Path | None) -> None:
-    """`pids` as from up_to_server; tritons: see env_folder.py. The lock is held to the end: the folder is not free before."""
-    fcntl.flock(file, fcntl.LOCK_SH)
-    remove = ""
+    """`pids` as from up_to_server; tritons: see env_folder.py.
+
+    The lock is held to the end: the folder is not free before."""
+    remove = ""  # made before the wait: behind it Python's lock may soon not be had
     if noted_prefix(lock := Path(file.name)):
         note = _noted(lock)
         folder = shlex.quote(str(lock.parent))
@@ -252,6 +253,7 @@ def _wait_and_end(file: TextIO, pids: list[int], tritons: Path | None) -> None:
         remove = f"rm -f /dev/shm/{note['shm_prefix']}*; "
         remove += f"rmdir {tritons or ''} 2>/dev/null; "
         remove += f"rm -rf {folder}" if note["is_temporary"] else files
+    fcntl.flock(file, fcntl.LOCK_SH)
     _end(pids, remove, file.fileno())
 
 
