@@ -28,6 +28,9 @@ from granikv.serving.settings import ServingSettings
 
 logger = logging.getLogger(__name__)
 
+TURN_MS = 500  # of the socket thread when nothing arrives
+SILENCE_S = 5.0  # beyond the step limit: heartbeats come every second, from a thread of their own
+
 
 class EngineClient:
     """on_outputs gets everything that gathered since its last call, one entry per request."""
@@ -106,25 +109,41 @@ class EngineClient:
         poller.register(self._reports, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
         poller.register(self._pidfd, zmq.POLLIN)
+        silent_s = 0.0
         while not self._stopping:
-            ready = dict(poller.poll(500))
+            turn_started = time.monotonic()
+            ready = dict(poller.poll(TURN_MS))
             if self._wake_fd in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
             self._flush()
             try:
-                self._receive()
+                was_heard = self._receive()
             except Exception:
+                was_heard = True
                 logger.exception("a report of the engine could not be handled")
+            # a turn counts at most twice its time: this process may have been stopped meanwhile
+            turn_s = min(time.monotonic() - turn_started, 2e-3 * TURN_MS)
+            silent_s = 0.0 if was_heard else silent_s + turn_s
             if self._pidfd in ready and self._closing:
                 return
             if self._pidfd in ready:
                 self._report_death(f"the engine process {self.process.pid} died")
                 return
-            if self.heartbeat.step_s > self.settings.step_limit_s:
+            if reason := self._why_hung(silent_s):
                 self.process.kill()
-                self._report_death(f"a step ran for over {self.settings.step_limit_s} s")
+                self._report_death(reason)
                 return
+
+    def _why_hung(self, silent_s: float) -> str:
+        """silent_s: since the engine's last report; "" while it is well. A stopped engine, or C code
+        that keeps Python's lock, sends no heartbeat, so the last one's word does not do."""
+        limit_s = self.settings.step_limit_s
+        if self.heartbeat.step_s > limit_s:
+            return f"a step ran for over {limit_s} s"
+        if silent_s > limit_s + SILENCE_S:
+            return f"no sign of life of the engine for over {limit_s + SILENCE_S} s"
+        return ""
 
     def _flush(self) -> None:
         commands = []
@@ -134,7 +153,9 @@ class EngineClient:
             with contextlib.suppress(zmq.Again):
                 self._commands.send(wire.encode(commands), zmq.NOBLOCK)
 
-    def _receive(self) -> None:
+    def _receive(self) -> bool:
+        """True when the engine reported anything."""
+        was_heard = False
         gathered: dict[str, wire.Output] = {}
         stats = None
         while True:
@@ -142,6 +163,7 @@ class EngineClient:
                 report = wire.decode_report(self._reports.recv(zmq.NOBLOCK))
             except zmq.Again:
                 break
+            was_heard = True
             if isinstance(report, wire.Heartbeat):
                 self.heartbeat = report
             elif isinstance(report, wire.Batch):
@@ -157,6 +179,7 @@ class EngineClient:
             self.on_stats(stats)
         if gathered:
             self.on_outputs(list(gathered.values()))
+        return was_heard
 
     def _report_death(self, reason: str) -> None:
         self.dead_reason = reason

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from granikv.errors import GraniKVError, InvalidArgument, ModelFileError
-from granikv.serving.server_handle import ServerHandle
+from granikv.errors import GraniKVError
+from granikv.serving.server_handle import ServerHandle, is_input
 from granikv.serving.settings import parse_assignments
 from granikv.serving.signals import sigterm_unwinds
 from granikv.serving.tritonserver import ServerAddress, free_ports
@@ -101,8 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
     except GraniKVError as error:
         handle.close()
         print(f"granikv: {error}", file=sys.stderr)
-        is_input = isinstance(error, InvalidArgument | ModelFileError)
-        return 0 if handle.stop_requested.is_set() else 2 if is_input else 1
+        return 0 if handle.stop_requested.is_set() else 2 if is_input(error) else 1
     print(handle.ready_line(), flush=True)
     code = handle.supervise(0 if options.no_restart else options.max_restarts)
     return handle.stop() or code

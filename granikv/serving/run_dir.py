@@ -8,6 +8,7 @@ again by another process, and the thread that started the server may end before 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
@@ -25,6 +26,7 @@ from typing import TextIO
 
 from granikv import env
 from granikv.errors import InvalidArgument
+from granikv.serving import env_folder
 
 FOLDER_PREFIX = "granikv_"  # of temporary folders
 LOCK = "launcher.lock"
@@ -45,33 +47,34 @@ class RunDir:
     """
 
     def __init__(self, wanted: Path | None = None):
-        remove_stale_folders()
         self.is_temporary = wanted is None
-        self.path = Path(wanted or tempfile.mkdtemp(prefix=FOLDER_PREFIX)).absolute()
-        self.lock_path = self.path / LOCK
-        if len(os.fsencode(f"{self.path}{LONGEST_SOCKET}")) > MAX_SOCKET_PATH:
-            limit = MAX_SOCKET_PATH - len(LONGEST_SOCKET)
-            raise InvalidArgument("GRANIKV_RUN_DIR", str(wanted), f"at most {limit} bytes of path")
-        deadline = time.monotonic() + CLAIM_TIMEOUT_S
-        while True:
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                self._lock = lock_file(self.lock_path)
-                break
-            except OSError as error:
-                if not isinstance(error, BlockingIOError) or time.monotonic() > deadline:
-                    problem = error.strerror
-                    expected = f"a folder to write in that no other launcher has ({problem})"
-                    raise InvalidArgument("GRANIKV_RUN_DIR", str(wanted), expected) from None
-            time.sleep(0.1)
-        remove_shared_memory(noted_prefix(self.lock_path))  # of a launcher that was killed
+        try:
+            remove_stale_folders()
+            self._lock = _claim(wanted)
+            self.lock_path = Path(self._lock.name)
+            self.path = self.lock_path.parent
+            remove_noted(self.lock_path)  # of a launcher that was killed
+            self.note("")
+        except OSError as error:
+            expected = (
+                f"a folder to write in that no other launcher has ({error.strerror or error})"
+            )
+            got = str(wanted) if wanted else "a temporary folder"
+            raise InvalidArgument("GRANIKV_RUN_DIR", got, expected) from None
         self.clean()
 
-    def note(self, shm_prefix: str) -> None:
-        """What the stub has to remove when the launcher is gone."""
-        self._lock.truncate(0)
-        json.dump({"shm_prefix": shm_prefix, "is_temporary": self.is_temporary}, self._lock)
-        self._lock.flush()
+    def note(self, shm_prefix: str, tritons: Path | None = None) -> None:
+        """What has to be removed when the launcher is gone; tritons: see env_folder.py.
+
+        Raises OSError. Not through the file's buffer: what could not be written would be written
+        again by its close."""
+        noted = {"shm_prefix": shm_prefix, "is_temporary": self.is_temporary}
+        noted["env_folder"] = str(tritons or "")
+        try:
+            os.ftruncate(self._lock.fileno(), 0)
+            os.write(self._lock.fileno(), json.dumps(noted).encode())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.lock_path)) from None
 
     def read_pid(self, name: str) -> int | None:
         """name: "stub" or "engine"; None before it has started."""
@@ -96,11 +99,35 @@ class RunDir:
         self._lock.close()
 
 
+def _claim(wanted: Path | None) -> TextIO:
+    """The locked file of the wanted folder, or of a new temporary one."""
+    deadline = time.monotonic() + CLAIM_TIMEOUT_S
+    while True:
+        path = Path(wanted or tempfile.mkdtemp(prefix=FOLDER_PREFIX)).absolute()
+        if len(os.fsencode(f"{path}{LONGEST_SOCKET}")) > MAX_SOCKET_PATH:
+            limit = MAX_SOCKET_PATH - len(LONGEST_SOCKET)
+            raise InvalidArgument("GRANIKV_RUN_DIR", str(path), f"at most {limit} bytes of path")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            return lock_file(path / LOCK)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        if wanted:
+            time.sleep(0.1)
+
+
 def lock_file(path: Path) -> TextIO:
-    """The file, opened and locked. Raises BlockingIOError when another process has the lock."""
+    """The file, opened and locked. Raises BlockingIOError when another process has the lock, or
+    had it and removed the file: a lock on a file without a name would keep nobody out."""
     file = path.open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            raise BlockingIOError(errno.EAGAIN, "the lock's file was removed", str(path))
+    except FileNotFoundError:
+        file.close()
+        raise BlockingIOError(errno.EAGAIN, "the lock's file was removed", str(path)) from None
     except OSError:
         file.close()
         raise
@@ -125,22 +152,42 @@ def remove_folder(path: Path, is_temporary: bool) -> None:
 def remove_stale_folders() -> None:
     """Temporary folders, and the shared memory, of this user's launchers that were killed together
     with everything that would have removed them: folders whose lock nobody holds."""
-    for lock in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*/{LOCK}"):
+    try:
+        folder = Path(tempfile.gettempdir())
+    except OSError:  # none that is writable, as on a full disk
+        return
+    for lock in folder.glob(f"{FOLDER_PREFIX}*/{LOCK}"):
         with contextlib.suppress(OSError):
             if lock.parent.lstat().st_uid != os.getuid() or lock.parent.is_symlink():
                 continue
             with lock_file(lock):
-                remove_shared_memory(noted_prefix(lock))
-                remove_folder(lock.parent, is_temporary=True)
+                remove_noted(lock)
+                remove_folder(lock.parent, _noted(lock).get("is_temporary") is not False)
+
+
+def remove_noted(lock: Path) -> None:
+    """What the lock's last launcher noted and nobody removed."""
+    remove_shared_memory(noted_prefix(lock))
+    env_folder.remove_env_folder(noted_env_folder(lock))
+
+
+def _noted(lock: Path) -> dict:
+    try:
+        noted = json.loads(lock.read_text())
+    except (OSError, ValueError):
+        return {}
+    return noted if isinstance(noted, dict) else {}
 
 
 def noted_prefix(lock: Path) -> str:
     """The shared memory's prefix that the lock's last launcher noted; "" for none."""
-    try:
-        prefix = json.loads(lock.read_text())["shm_prefix"]
-        return prefix if SHM_PREFIX.fullmatch(prefix) else ""
-    except (OSError, ValueError, LookupError, TypeError):
-        return ""
+    prefix = _noted(lock).get("shm_prefix")
+    return prefix if isinstance(prefix, str) and SHM_PREFIX.fullmatch(prefix) else ""
+
+
+def noted_env_folder(lock: Path) -> Path | None:
+    name = _noted(lock).get("env_folder")
+    return Path(name) if isinstance(name, str) and env_folder.NAME.fullmatch(name) else None
 
 
 def remove_shared_memory(prefix: str) -> None:
@@ -162,15 +209,16 @@ def end_with_launcher() -> None:
     if lock is None:
         return
     pids = up_to_server()
+    tritons = env_folder.find_env_folder(pids[-1], pids[-2]) if len(pids) > 1 else None
     try:
         file = lock.open()
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:  # as it should be: the launcher has it
-        threading.Thread(target=_wait_and_end, args=(file, pids), daemon=True).start()
+        threading.Thread(target=_wait_and_end, args=(file, pids, tritons), daemon=True).start()
     except OSError:  # removed
         _end(pids, "")
     else:
-        _wait_and_end(file, pids)
+        _wait_and_end(file, pids, tritons)
 
 
 def up_to_server() -> list[int]:
@@ -192,17 +240,20 @@ def _name_and_parent(pid: int) -> tuple[str, int]:
     return before.partition("(")[2], int(after.split()[1])
 
 
-def _wait_and_end(file: TextIO, pids: list[int]) -> None:
-    """`pids` as from up_to_server. The lock is held to the end: the folder is not free before."""
-    fcntl.flock(file, fcntl.LOCK_SH)
-    remove = ""
-    with contextlib.suppress(ValueError, KeyError):
-        note = json.load(file)
-        folder = shlex.quote(str(Path(file.name).parent))
+def _wait_and_end(file: TextIO, pids: list[int], tritons: Path | None) -> None:
+    """`pids` as from up_to_server; tritons: see env_folder.py.
+
+    The lock is held to the end: the folder is not free before."""
+    remove = ""  # made before the wait: behind it Python's lock may soon not be had
+    if noted_prefix(lock := Path(file.name)):
+        note = _noted(lock)
+        folder = shlex.quote(str(lock.parent))
         names = f"{' '.join(STATE_FILES)} e[0-9]*.in e[0-9]*.out"
         files = f"cd {folder} && rm -rf {names} {LINKS}"
-        remove = f"rm -f /dev/shm/{shlex.quote(note['shm_prefix'])}*; "
+        remove = f"rm -f /dev/shm/{note['shm_prefix']}*; "
+        remove += f"rmdir {tritons or ''} 2>/dev/null; "
         remove += f"rm -rf {folder}" if note["is_temporary"] else files
+    fcntl.flock(file, fcntl.LOCK_SH)
     _end(pids, remove, file.fileno())
 
 

@@ -22,12 +22,14 @@ import uuid
 from pathlib import Path
 
 from granikv.env import read as read_variable
-from granikv.errors import GraniKVError, InvalidArgument, Unavailable
+from granikv.errors import GraniKVError, InvalidArgument, ModelFileError, Unavailable
 from granikv.metrics import PROBE_PREFIX
 from granikv.processes import start_owned
+from granikv.serving.env_folder import find_env_folder, remove_env_folder
+from granikv.serving.listeners import listened_ports
 from granikv.serving.run_dir import LINKS, RunDir, remove_shared_memory
-from granikv.serving.server_check import PROBE, check_server
-from granikv.serving.settings import default_python
+from granikv.serving.server_check import PROBE, check_server, read_parameters
+from granikv.serving.settings import ServingSettings, default_python
 from granikv.serving.tritonserver import (
     ServerAddress,
     check_ports,
@@ -40,7 +42,9 @@ from granikv.serving.tritonserver import (
 
 EXIT_TIMEOUT_S = 10
 CLEAN_EXIT_S = 4.0  # an idle Triton 2.51 takes 2.1 to 2.8 s
-DRAIN_TIMEOUT_S = 30.0  # longer than the model's drain_s and a step
+STEP_PATIENCE_S = 20.0  # for the step that runs when the engine's drain_s are over
+NUM_PROCESSES = 3  # server, stub, engine
+LOST = 1  # exit code when requests may be lost
 ANSWER_S = 0.2  # for the stub to send what the engine's last batch gave
 MODEL = "granikv"
 
@@ -58,6 +62,11 @@ def is_running(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def is_input(error: GraniKVError) -> bool:
+    """Nothing that another try would change."""
+    return isinstance(error, InvalidArgument | ModelFileError)
 
 
 class ServerHandle:
@@ -91,6 +100,7 @@ class ServerHandle:
         self.start_timeout_s = start_timeout_s
         self.process: subprocess.Popen | None = None
         self.shm_prefix = ""
+        self.env_folder: Path | None = None  # see env_folder.py
         self.num_starts = 0
         self.restarted = threading.Event()
         self.stop_requested = threading.Event()
@@ -99,6 +109,12 @@ class ServerHandle:
 
     def start(self) -> None:
         """Returns when a real inference was answered. Raises InvalidArgument or Unavailable."""
+        try:
+            self._start()
+        except OSError as error:  # a full disk
+            raise Unavailable(f"the server cannot be started: {error}") from error
+
+    def _start(self) -> None:
         environment = server_environment(self.env)
         check_ports(self.address)  # the quick check first
         if not self.num_starts:
@@ -106,6 +122,7 @@ class ServerHandle:
         self.run_dir.clean()
         self.shm_prefix = f"granikv_{os.getpid()}_{uuid.uuid4().hex[:8]}_"
         self.run_dir.note(self.shm_prefix)
+        self.env_folder = None
         installation = find_tritonserver(self.run_dir.path / LINKS)
         command = server_command(
             installation, self.model_repository, self.address, self.shm_prefix, EXIT_TIMEOUT_S
@@ -135,20 +152,42 @@ class ServerHandle:
         deadline = time.monotonic() + self.start_timeout_s
         url = f"{self.address.http_url}/v2/health/ready"
         while time.monotonic() < deadline and not self.stop_requested.is_set():
-            code = self.process.poll()
-            if code is not None:
-                raise Unavailable(
-                    f"tritonserver ended with code {code} while starting{self._why()}"
-                )
-            try:
-                urllib.request.urlopen(url, timeout=2).close()
-                self.probe(max(1.0, deadline - time.monotonic()))
-                return
-            except (OSError, Unavailable):
-                time.sleep(0.05)
+            self._find_env_folder()
+            self._check_process()
+            if self._has_ports():
+                with contextlib.suppress(OSError, Unavailable):
+                    urllib.request.urlopen(url, timeout=2).close()
+                    self.probe(max(1.0, deadline - time.monotonic()))
+                    if self._has_ports() and len(self.pids) == NUM_PROCESSES:
+                        return
+            time.sleep(0.05)
         if self.stop_requested.is_set():
             raise Unavailable("stopped while the server started")
         raise Unavailable(f"no answer of the server within {self.start_timeout_s} s{self._why()}")
+
+    def _check_process(self) -> None:
+        """Raises Unavailable when the server ended, InvalidArgument when that was for a port:
+        another server took it while ours loaded its model."""
+        assert self.process is not None
+        code = self.process.poll()
+        if code is None:
+            return
+        if not self.run_dir.failure():
+            check_ports(self.address)
+        raise Unavailable(f"tritonserver ended with code {code} while starting{self._why()}")
+
+    def _has_ports(self) -> bool:
+        """It is our server that listens on all of its ports, not another one."""
+        assert self.process is not None
+        ports = listened_ports(self.process.pid)
+        is_known = ports is None or ports >= set(self.address.ports.values())
+        return is_known and self.process.poll() is None
+
+    def _find_env_folder(self) -> None:
+        stub = self.run_dir.read_pid("stub")
+        if self.process is not None and self.env_folder is None and stub:
+            self.env_folder = find_env_folder(self.process.pid, stub)
+            self.run_dir.note(self.shm_prefix, self.env_folder)
 
     def _why(self) -> str:
         """The stub's reason, or the log's last errors, and where the log is."""
@@ -216,26 +255,30 @@ class ServerHandle:
         _signal_pid(pids.get("engine"), signal.SIGKILL)
         self.run_dir.clean()
         remove_shared_memory(self.shm_prefix)
+        remove_env_folder(self.env_folder)
 
     def stop(self) -> int:
-        """Drain and stop; returns 0, or not when a request may have been lost."""
+        """Drain and stop; returns 0, or 1 when a request may have been lost."""
         self.stop_requested.set()
-        if self.process is None:
-            self.close()
-            return 0
-        if not all(is_running(pid) for pid in self.pids.values()):
-            self.kill()  # without its stub the server would wait for the whole exit timeout
-            self.close()
-            return -signal.SIGKILL
-        was_drained = self._drain()
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            code = self.process.wait(CLEAN_EXIT_S if was_drained else EXIT_TIMEOUT_S + 10)
-        except subprocess.TimeoutExpired:
-            code = 0 if was_drained else -signal.SIGKILL
-        self.kill()
+        problem = "" if self.process is None else self._stop_process(self.process)
         self.close()
-        return code
+        if problem:
+            print(f"granikv: {problem}; server killed", file=sys.stderr, flush=True)
+        return LOST if problem else 0
+
+    def _stop_process(self, process: subprocess.Popen) -> str:
+        """What went wrong; "" when all was answered."""
+        problem, code = "", 0
+        if not all(is_running(pid) for pid in self.pids.values()):
+            problem = "a process had died"  # the server would wait for its whole exit timeout
+        elif not self._drain():
+            problem = "the engine died, or did not finish in time"
+        else:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(CLEAN_EXIT_S)
+        self.kill()
+        return problem or (f"tritonserver ended with code {code}" if code else "")
 
     def _drain(self) -> bool:
         """Let the engine finish or refuse what runs; True when every request was answered.
@@ -247,7 +290,10 @@ class ServerHandle:
         drained = self.run_dir.path / "engine.drained"
         engine = self.run_dir.read_pid("engine")
         _signal_pid(engine, signal.SIGTERM)
-        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        drain_s = float(
+            read_parameters(self.model_repository).get("drain_s", ServingSettings.drain_s)
+        )
+        deadline = time.monotonic() + drain_s + STEP_PATIENCE_S
         while engine and is_running(engine) and time.monotonic() < deadline:
             if drained.exists():
                 time.sleep(ANSWER_S)
@@ -259,8 +305,8 @@ class ServerHandle:
         self.run_dir.close()
 
     def supervise(self, max_restarts: int) -> int:
-        """Restart what dies until a stop is asked for. Returns the exit code of the launcher."""
-        backoff_s = 0.5
+        """Restart what dies until a stop is asked for. Returns the exit code of the launcher: 0; 1
+        when no restart is left; 2 when what kept it from starting again is like a taken port."""
         restarts = 0
         while True:
             started = time.monotonic()
@@ -269,23 +315,31 @@ class ServerHandle:
                 return 0
             self.kill()
             if time.monotonic() - started > 60:
-                restarts, backoff_s = 0, 0.5
+                restarts = 0
             then = "starting again" if restarts < max_restarts else "no restart is left"
             text = f"granikv: the {dead} process died; server killed, {then}"
             print(text, file=sys.stderr, flush=True)
-            while not self.stop_requested.is_set():
-                if restarts >= max_restarts:
-                    return 1
-                restarts += 1
-                try:
-                    self.start()
-                    self.restarted.set()
-                    print(self.ready_line(), flush=True)
-                    break
-                except GraniKVError as error:
-                    print(f"granikv: restart failed: {error}", file=sys.stderr, flush=True)
-                    self.stop_requested.wait(backoff_s)
-                    backoff_s = min(2 * backoff_s, 30.0)
+            restarts, code = self._restart(restarts, max_restarts)
+            if self.process is None:
+                return code
+
+    def _restart(self, restarts: int, max_restarts: int) -> tuple[int, int]:
+        """Restarts so far, and the exit code if no server runs: that of the last failure."""
+        code = LOST if restarts >= max_restarts else 0
+        while restarts < max_restarts and not self.stop_requested.is_set():
+            restarts += 1
+            try:
+                self.start()
+                self.restarted.set()
+                print(self.ready_line(), flush=True)
+                return restarts, 0
+            except GraniKVError as error:
+                if self.stop_requested.is_set():
+                    return restarts, code
+                code = 2 if is_input(error) else LOST
+                print(f"granikv: restart failed: {error}", file=sys.stderr, flush=True)
+                self.stop_requested.wait(min(0.25 * 2 ** min(restarts, 7), 30.0))
+        return restarts, code
 
     def ready_line(self) -> str:
         pids = " ".join(f"{name}={pid}" for name, pid in sorted(self.pids.items()))

@@ -164,3 +164,12 @@ class SlowEngine(FakeEngine):
 class BrokenEngine(FakeEngine):
     def __init__(self, config: EngineConfig):
         raise InvalidArgument("weights", "made up", "weights that can be loaded")
+
+
+class LateEngine(FakeEngine):
+    """Loads until the run folder has a file `go`."""
+
+    def __init__(self, config: EngineConfig):
+        while not Path(os.environ["GRANIKV_RUN_DIR"], "go").exists():
+            time.sleep(0.05)
+        super().__init__(config)
