@@ -149,8 +149,8 @@ def read_series(address: str, timeout_s: float = 10.0) -> dict[str, float]:
     except (OSError, http.client.HTTPException) as error:  # no server, or one of another kind
         reason = getattr(error, "reason", error)  # some hold bytes of another protocol
         raise Unavailable(
-            f"{url}: no metrics there ({str(reason).encode('unicode_escape').decode()}); is the server "
-            "running, and this its metrics port (8002 unless told otherwise)?"
+            f"{url}: no metrics there ({str(reason).encode('unicode_escape').decode()}); is the "
+            "server running, and this its metrics port (8002 unless told otherwise)?"
         ) from None
     return {
         f"{name}{{{labels}}}" if labels else name: float(value)

@@ -64,7 +64,7 @@ def test_version():
         ("inspect --set no_such=1", 2, "no_such"),
         ("inspect --model /nowhere", 2, "/nowhere"),
         ("inspect --url nonsense", 2, "host:port"),
-        ("inspect --url 127.0.0.1:9", 1, "is the server running?"),
+        ("inspect --url 127.0.0.1:9", 1, "is the server running, and this its metrics port"),
         ("chat --url 127.0.0.1:9 --model /nowhere", 2, "/nowhere"),
         ("calibrate --model /nowhere", 2, "/nowhere"),
         ("bench cache --trace /nowhere", 2, "/nowhere"),
