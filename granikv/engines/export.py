@@ -141,7 +141,7 @@ def _slices(checkpoint: Checkpoint, part: Part) -> Iterator[torch.Tensor]:
     for first in range(part.first, part.first + part.count, step):
         count = min(step, part.first + part.count - first)
         rows = checkpoint.rows(part.source, first, count)
-        yield rows if part.columns is None else rows[:, part.columns[0] : part.columns[1]]
+        yield part.columns_of(rows)
 
 
 def _as_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from granikv.config import ModelConfig
 from granikv.errors import InvalidArgument
 
@@ -24,6 +26,10 @@ class Part:
     first: int
     count: int
     columns: tuple[int, int] | None = None  # half-open; None: all
+
+    def columns_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """What the part takes of some of the tensor's rows; a view."""
+        return rows if self.columns is None else rows[:, self.columns[0] : self.columns[1]]
 
     @property
     def num_elements(self) -> int:

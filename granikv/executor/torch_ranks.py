@@ -69,7 +69,7 @@ def random_reader(dtype: torch.dtype, device: torch.device) -> ReadPart:
 
     def read(part: Part) -> torch.Tensor:
         whole = get(part.source, part.shape)
-        return _columns(whole[part.first : part.first + part.count], part).clone()
+        return part.columns_of(whole[part.first : part.first + part.count]).clone()
 
     return read
 
@@ -80,7 +80,7 @@ def checkpoint_reader(checkpoint: Checkpoint, dtype: torch.dtype) -> ReadPart:
     def read(part: Part) -> torch.Tensor:
         checkpoint.check(part.source, part.shape)
         rows = checkpoint.rows(part.source, part.first, part.count)
-        return _columns(rows, part).to(dtype, copy=True)
+        return part.columns_of(rows).to(dtype, copy=True)
 
     return read
 
@@ -105,10 +105,6 @@ def rank_weights(
     embedding = make("embedding")
     lm_head = embedding if shard.shares_embedding else make("lm_head")
     return ModelWeights(embedding, layers, make("final_norm"), lm_head, rope_divisors)
-
-
-def _columns(rows: torch.Tensor, part: Part) -> torch.Tensor:
-    return rows if part.columns is None else rows[:, part.columns[0] : part.columns[1]]
 
 
 def _join(spec: WeightSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:

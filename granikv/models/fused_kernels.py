@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from granikv.attention.kernels.common import wait_for_previous
+from granikv.attention.variants import FIRST_WITH_DEPENDENT_LAUNCHES
 
 
 @triton.jit
@@ -93,4 +94,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _has_pdl(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    if device.type != "cuda":
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor >= FIRST_WITH_DEPENDENT_LAUNCHES
