@@ -34,6 +34,8 @@ def can_pack(weight: torch.Tensor) -> bool:
 class Linear:
     """x [T, N] -> x weight^T + bias [T, M]; weight [M, N], bias [M] or None."""
 
+    fp8_input = None  # rows are taken as they are
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
         self.bias = bias
         self.packed: torch.Tensor | None = None
