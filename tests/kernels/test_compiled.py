@@ -22,6 +22,7 @@ from granikv.attention.kernels.cold import cold_build
 from granikv.attention.kernels.cold_gluon import cold_gluon_build
 from granikv.attention.kernels.extend import extend_build
 from granikv.attention.kernels.hot import hot_build
+from granikv.attention.kernels.hot_gluon import hot_gluon_build
 from granikv.attention.kernels.merge import merge_build
 from granikv.attention.kernels.small import small_build
 from granikv.attention.variants import FP8_LAYOUTS, LAYOUTS, AttentionShape, extend_tile
@@ -78,6 +79,20 @@ def test_five_gluon_cold_blocks_share_an_sm_with_hot(tmp_path):
     left = 65536 - registers * 32 * tile.num_warps
     assert left // (cold_registers * 32) >= 5, cold_registers
     assert hot_shared + 5 * cold_shared + 6 * 1024 <= 228 * 1024, (hot_shared, cold_shared)
+
+
+@pytest.mark.skipif(not CUOBJDUMP.exists(), reason="needs Triton's NVIDIA tools")
+@pytest.mark.parametrize("name", ["dense", "even"])
+def test_gluon_hot_leaves_each_quarter_sm_a_cold_warp(name, tmp_path):
+    """Registers belong to quarters of an SM: three warps of HOT and one of COLD in each."""
+    layout = LAYOUTS[name]
+    registers, stack, hot_shared = compiled(hot_gluon_build(SHAPE, layout.hot_gluon), tmp_path)
+    assert (registers, stack <= 64) == (layout.hot_gluon.launch_registers, True), (registers, stack)
+    build = cold_gluon_build(SHAPE, layout.gluon_registers)
+    cold_registers, stack, cold_shared = compiled(build, tmp_path)
+    assert stack == 0
+    assert 3 * registers + cold_registers <= 65536 // 4 // 32, (registers, cold_registers)
+    assert hot_shared + 4 * cold_shared + 5 * 1024 <= 228 * 1024, (hot_shared, cold_shared)
 
 
 @pytest.mark.skipif(not CUOBJDUMP.exists(), reason="needs Triton's NVIDIA tools")
