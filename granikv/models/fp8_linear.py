@@ -11,7 +11,7 @@ import torch
 
 from granikv.errors import InvalidArgument, Unsupported
 from granikv.models.fp8 import Fp8Input, Fp8Rows, Fp8Weight, Weight
-from granikv.models.fused import quantize_rows
+from granikv.models.fused import quantize_rows, silu_mul
 from granikv.models.linear import Linear
 
 ALIGNMENT = 16  # elements: what the matrix instructions' copies ask of both sizes
@@ -24,6 +24,12 @@ class Product(Protocol):
     def fp8_input(self) -> Fp8Input | None: ...
 
     def __call__(self, x: Any) -> torch.Tensor: ...
+
+    def partial_sums(self, x: Any) -> torch.Tensor:
+        """See Linear.partial_sums."""
+
+    def gated(self, x: Any, fp8: Fp8Input | None = None) -> Any:
+        """See Linear.gated."""
 
 
 def make_product(weight: Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> Product:
@@ -70,3 +76,9 @@ class Fp8Linear:
             rows.values, self.values, scale_a=rows.scales, scale_b=self.scales, bias=self.bias,
             out_dtype=self.dtype, use_fast_accum=True,
         )  # fmt: skip
+
+    partial_sums = __call__
+
+    def gated(self, x: torch.Tensor | Fp8Rows, fp8: Fp8Input | None = None) -> Any:
+        """See Linear.gated."""
+        return silu_mul(self(x), fp8)

@@ -25,11 +25,13 @@ def add_rms_norm(
 ) -> tuple[Any, torch.Tensor]:
     """delta, x [T, N], weight [N] -> (normed [T, N], sum [T, N]) with sum = x + delta.
 
-    x None: the sum is delta itself. normed = sum / rms(sum) * weight, with fp8 as Fp8Rows.
+    delta may be fp32 parts [S, T, N] to be summed. x None: the sum is delta itself. normed = sum / rms(sum) * weight, with fp8 as Fp8Rows.
     """
-    if delta.is_cuda and delta.shape[0]:
+    if delta.is_cuda and delta.shape[-2]:
         return _kernels().add_rms_norm(delta, x, weight, eps, fp8)
-    total = delta if x is None else x + delta
+    if delta.dim() == 3 and x is not None:
+        delta = delta.sum(0)
+    total = delta if x is None else (x + delta).to(x.dtype)
     if fp8 is not None:
         normed = F.rms_norm(total.float(), (total.shape[-1],), weight.float(), eps)
         return fp8.quantize(normed), total

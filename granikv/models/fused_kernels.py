@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from granikv.attention.kernels.common import INTERPRET, to_e4m3, wait_for_previous
+from granikv.attention.kernels.common import INTERPRET, start_dependents, to_e4m3, wait_for_previous
 from granikv.attention.variants import FIRST_WITH_DEPENDENT_LAUNCHES
 from granikv.models.fp8 import FP8, FP8_MAX, LEAST, Fp8Input, Fp8Rows
 
@@ -49,7 +49,7 @@ def _store_row(
 
 @triton.jit
 def add_rms_norm_kernel(
-    delta_ptr,  # [T, N], row stride delta_stride
+    delta_ptr,  # [PARTS, T, N], row stride delta_stride
     x_ptr,  # [T, N], read when HAS_X
     weight_ptr,  # [N]
     normed_ptr,  # [T, N]
@@ -59,19 +59,25 @@ def add_rms_norm_kernel(
     fixed_inverse,
     eps,
     delta_stride,
+    part_stride,
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
     HAS_X: tl.constexpr,
     FP8: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
+    start_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     keep = n < N
     weight = tl.load(weight_ptr + n, mask=keep, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     total = tl.load(delta_ptr + row * delta_stride + n, mask=keep, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        more_ptr = delta_ptr + part * part_stride.to(tl.int64) + row * delta_stride
+        total += tl.load(more_ptr + n, mask=keep, other=0.0).to(tl.float32)
     if HAS_X:
         total += tl.load(x_ptr + row * N + n, mask=keep, other=0.0).to(tl.float32)
         rounded = total.to(total_ptr.dtype.element_ty)
@@ -97,6 +103,7 @@ def silu_mul_kernel(
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
+    start_dependents(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -140,13 +147,15 @@ def add_rms_norm(
     fp8: Fp8Input | None = None,
 ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
     """See granikv.models.fused.add_rms_norm; the last axis of delta is contiguous."""
-    rows, width = delta.shape
-    normed, scales, made = _output(delta, width, fp8)
-    total = delta if x is None else delta.new_empty(rows, width)
+    rows, width = delta.shape[-2:]
+    parts = delta.shape[0] if delta.dim() == 3 else 1
+    like = delta if x is None else x
+    normed, scales, made = _output(like, width, fp8)
+    total = delta if x is None else torch.empty_like(x)
     block, pdl = triton.next_power_of_2(width), _has_pdl(delta.device)
     add_rms_norm_kernel[(rows,)](
         delta, delta if x is None else x, weight, normed, total, scales,
-        *_fixed(fp8), eps, delta.stride(0), N=width, BLOCK_N=block, HAS_X=x is not None,
+        *_fixed(fp8), eps, delta.stride(-2), delta.stride(0), N=width, BLOCK_N=block, PARTS=parts, HAS_X=x is not None,
         FP8=fp8 is not None, PDL=pdl, INTERPRET=INTERPRET, launch_pdl=pdl,
         num_warps=8 if block >= 4096 else 4,
     )  # fmt: skip

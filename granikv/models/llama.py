@@ -86,6 +86,8 @@ class Decoder:
         num_q, num_k = config.num_qo_heads, config.num_kv_heads
         cos_sin = None if self.rope_in_attend else self.rotary.lookup(positions, self.dtype)
         last = len(self.layers) - 1
+        # each row is sampled; ranks sum whole products
+        is_decode = sample_rows is None and self.reduce is None
         delta, x = self.embedding[token_ids], None
         for index, layer in enumerate(self.layers):
             normed, x = add_rms_norm(delta, x, layer.input_norm, eps, layer.qkv.fp8_input)
@@ -105,10 +107,13 @@ class Decoder:
                 out = attend(index, qk[:, :num_q], qk[:, num_q:], v)
             if index == last and sample_rows is not None:  # nobody reads the other rows any more
                 x, out = x[sample_rows], out[sample_rows]
-            delta = self._sum(layer.out(out))
+            delta = layer.out.partial_sums(out) if is_decode else self._sum(layer.out(out))
             normed, x = add_rms_norm(delta, x, layer.post_norm, eps, layer.gate_up.fp8_input)
-            activated = silu_mul(layer.gate_up(normed), layer.down.fp8_input)
-            delta = self._sum(layer.down(activated))
+            if is_decode:
+                delta = layer.down.partial_sums(layer.gate_up.gated(normed, layer.down.fp8_input))
+            else:
+                activated = silu_mul(layer.gate_up(normed), layer.down.fp8_input)
+                delta = self._sum(layer.down(activated))
         normed, _ = add_rms_norm(delta, x, self.final_norm, eps)
         return self.lm_head.in_fp32(normed)
 
