@@ -129,6 +129,17 @@ def test_logits_stay_within_the_stated_tolerance(tmp_path, arch):
         assert error.max() < MAX_ERROR and 0.03 < rms < MAX_RMS_ERROR, (error.max(), rms)
 
 
+def test_only_attentions_output_has_a_launch_of_its_own(tmp_path, monkeypatch):
+    decoder = random_model(tmp_path, ARCHS[0], quantization="fp8")
+    taken = []
+    monkeypatch.setattr(
+        "granikv.models.fp8_linear.quantize_rows",
+        lambda x, fp8: taken.append(x.shape[-1]) or fp8.quantize(x),
+    )
+    logits_of(decoder, 3)
+    assert taken == [SHAPE["num_attention_heads"] * SHAPE["head_dim"]] * SHAPE["num_hidden_layers"]
+
+
 def test_cut_weights_are_those_of_the_whole_model(tmp_path):
     """Ranks hold slices of one quantisation: scales of row-parallel weights are not their own."""
     from granikv.engines.checkpoint import open_checkpoint
