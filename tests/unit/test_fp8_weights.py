@@ -15,14 +15,17 @@ from helpers import dense_attend, make_tiny_hf
 
 from granikv.config import EngineConfig, ModelConfig
 from granikv.engine import Engine
+from granikv.engines.checkpoint import open_checkpoint
 from granikv.engines.sharding import Shard
 from granikv.errors import InvalidArgument, Unsupported
 from granikv.executor import resolve_device
+from granikv.executor.torch_ranks import checkpoint_reader, random_reader, rank_weights
 from granikv.gpu_cost_model import GpuCostModel
+from granikv.models import load_model
 from granikv.models.fp8 import FP8, Fp8Input, Fp8Weight, join_rows, quantize_weight
 from granikv.models.fp8_linear import Fp8Linear
 from granikv.models.linear import Linear
-from granikv.models.random_weights import load_random
+from granikv.models.random_weights import load_random, read_shape
 from granikv.sampling_params import SamplingParams
 
 NAMES = ["fp8", "fp8_per_tensor"]
@@ -140,35 +143,31 @@ def test_only_attentions_output_has_a_launch_of_its_own(tmp_path, monkeypatch):
     assert taken == [SHAPE["num_attention_heads"] * SHAPE["head_dim"]] * SHAPE["num_hidden_layers"]
 
 
-def test_cut_weights_are_those_of_the_whole_model(tmp_path):
+@pytest.mark.parametrize("random", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_cut_weights_are_those_of_the_whole_model(tmp_path, name, random):
     """Ranks hold slices of one quantisation: scales of row-parallel weights are not their own."""
-    from granikv.engines.checkpoint import open_checkpoint
-    from granikv.executor.torch_ranks import checkpoint_reader, rank_weights
-
-    folder = make_tiny_hf(tmp_path, seed=3)
-    checkpoint = open_checkpoint(folder)
-    for name in NAMES:
-        one, *ranks = (
-            rank_weights(
-                Shard(checkpoint.config, tp, rank),
-                checkpoint_reader(checkpoint, torch.float32, "cpu", name),
-            )
-            for tp, rank in ((1, 0), (2, 0), (2, 1))
-        )
-        for layer, whole in enumerate(one.layers):
-            halves = [w.layers[layer] for w in ranks]
-            for field, across in (("gate_up", 0), ("qkv", 0), ("out", 1), ("down", 1)):
-                want, got = getattr(whole, field), [getattr(h, field) for h in halves]
-                if across:
-                    values = torch.cat([g.values.float() for g in got], dim=1)
-                    assert torch.equal(values, want.values.float())
-                    assert all(torch.equal(g.scales, want.scales) for g in got)
-                    assert all(g.values.is_contiguous() for g in got)
-            gate = torch.cat([h.gate_up.values.float()[:40] for h in halves])
-            assert torch.equal(gate, whole.gate_up.values.float()[:80])
-            gate_scales = torch.cat([h.gate_up.scales[:40] for h in halves])
-            assert torch.equal(gate_scales, whole.gate_up.scales[:80])
-            assert torch.equal(halves[1].qkv.scales[:32], whole.qkv.scales[32:64])
+    if random:
+        (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"architectures": ARCHS[:1]}))
+        config, read = read_shape(tmp_path), random_reader(torch.float32, torch.device("cpu"), name)
+    else:
+        checkpoint = open_checkpoint(make_tiny_hf(tmp_path, seed=3))
+        config = checkpoint.config
+        read = checkpoint_reader(checkpoint, torch.float32, quantization=name)
+    one, *ranks = (rank_weights(Shard(config, *cut), read) for cut in ((1, 0), (2, 0), (2, 1)))
+    half = config.intermediate_size // 2
+    for layer, whole in enumerate(one.layers):
+        halves = [w.layers[layer] for w in ranks]
+        for field in ("out", "down"):
+            want, got = getattr(whole, field), [getattr(h, field) for h in halves]
+            assert torch.equal(torch.cat([g.values.float() for g in got], 1), want.values.float())
+            assert all(torch.equal(g.scales, want.scales) for g in got)
+            assert all(g.values.is_contiguous() for g in got)
+        gate = torch.cat([h.gate_up.values.float()[:half] for h in halves])
+        assert torch.equal(gate, whole.gate_up.values.float()[: 2 * half])
+        for first in (0, half):  # gate, up
+            scales = torch.cat([h.gate_up.scales[first : first + half] for h in halves])
+            assert torch.equal(scales, whole.gate_up.scales[2 * first : 2 * first + 2 * half])
 
 
 # --- the engine -------------------------------------------------------------------------------
@@ -212,8 +211,6 @@ def test_the_engine_on_a_cpu_says_what_it_does(tmp_path, caplog):
 
 
 def test_the_table_of_angles_lies_where_positions_are_looked_up(tmp_path):
-    from granikv.models import load_model
-
     decoder = load_model(make_tiny_hf(tmp_path), device="meta")
     ids = torch.zeros(3, dtype=torch.int64, device="meta")
     rows = torch.arange(3, device="meta")
