@@ -72,6 +72,7 @@ def test_quantised_rows_are_the_twins(fp8, width, dtype):
 @pytest.mark.parametrize("has_x", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_add_rms_norm(fp8, has_x, dtype):
+    torch.manual_seed(0)
     for width in WIDTHS[:4]:
         delta = rows_of(6, width, dtype)
         x = rows_of(6, width, dtype, seed=1).contiguous() if has_x else None
@@ -128,9 +129,12 @@ def test_the_product_is_its_twins(m, n, with_bias, fp8):
         x = torch.randn(num_rows, n, device=DEVICE).bfloat16() * 3
         got, want = ours(x), twin(x.cpu().float())
         assert got.shape == want.shape and got.dtype == torch.bfloat16
-        if num_rows:  # per channel: their sizes differ by 2 ** 8
-            error = (got.cpu().float() - want).abs().amax(0) / want.abs().amax(0)
-            assert error.max() < 1e-2, (num_rows, float(error.max()))
+        if num_rows:  # against the size that a sum of n products has; channels differ by 2 ** 8
+            values = stored.values.cpu().float() * stored.scales.cpu()[:, None]
+            size = x.cpu().float().norm(dim=-1, keepdim=True) * values.norm(dim=-1) / n**0.5
+            size = size if bias is None else size + bias.cpu().float().abs()
+            error = (got.cpu().float() - want).abs() / size
+            assert error.max() < 5e-2 and error.mean() < 5e-3, (num_rows, error.max(), error.mean())
 
 
 @needs_gpu
