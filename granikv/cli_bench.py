@@ -37,6 +37,11 @@ JsonFile = Annotated[
     ),
 ]
 
+RandomWeights = Annotated[
+    str | None,
+    typer.Option(metavar="CONFIG", help="Folder with a config.json, or llama-3.1-8b, ..."),
+]
+
 
 @contextlib.contextmanager
 def _in_this_build(name: str) -> Iterator[None]:
@@ -59,6 +64,17 @@ def _both_layouts(settings: list[str] | None) -> dict:
         got = fields["prefix_layout"]
         raise InvalidArgument("--set prefix_layout", got, "no value: both layouts are measured")
     return fields
+
+
+def _shape_or_model(
+    random_weights: str | None, model: str | None, fields: dict
+) -> tuple[str | None, dict]:
+    """(model, fields of EngineConfig) for --random-weights and --model. Raises InvalidArgument."""
+    if random_weights is None:
+        return model, fields
+    from granikv.bench.shapes import find_shape
+
+    return str(find_shape(random_weights)), fields | {"random_weights": True}
 
 
 def _finish(cases: list, title: str, json_file: Path | None) -> None:
@@ -117,10 +133,7 @@ def bench_decode(
     ] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements per contender, in turns.")] = 7,
     transformers: Annotated[bool, typer.Option(help="Measure transformers as well.")] = True,
-    random_weights: Annotated[
-        str | None,
-        typer.Option(metavar="CONFIG", help="Folder with a config.json, or llama-3.1-8b, ..."),
-    ] = None,
+    random_weights: RandomWeights = None,
     model: ModelPath = None,
     settings: Settings = None,
     json_file: JsonFile = None,
@@ -135,19 +148,62 @@ def bench_decode(
             standard_workloads,
         )
         from granikv.bench.report import show_progress
-        from granikv.bench.shapes import find_shape
 
         workloads = gpu_workloads() if random_weights else standard_workloads()
         workloads = choose_workloads(workloads, case or [])
         if batch:
             workloads = [shared(size, prefix_len, suffix_len) for size in batch]
-        extra = _both_layouts(settings)
-        if random_weights:
-            model, transformers = str(find_shape(random_weights)), False
-            extra["random_weights"] = True
+        transformers = transformers and not random_weights
+        model, extra = _shape_or_model(random_weights, model, _both_layouts(settings))
         with show_progress("decode") as progress:
             cases = run_decode_bench(workloads, steps, rounds, model, transformers, progress, extra)
         _finish(cases, "Decode", json_file)
+
+
+@bench.command("latency")
+def bench_latency(
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="ttft, itl, streams or idle; may be repeated. Absent: all that run here."
+        ),
+    ] = None,
+    prompt_len: Annotated[int, typer.Option(min=2, help="Tokens of the long prompt.")] = 16384,
+    suffix_len: Annotated[int, typer.Option(min=1, help="Of these, its private tokens.")] = 128,
+    together: Annotated[
+        int, typer.Option(min=2, help="ttft: requests that arrive at once with one prefix.")
+    ] = 16,
+    batch: Annotated[
+        int, typer.Option(min=1, help="itl: requests that decode during the prefill.")
+    ] = 32,
+    chunk: Annotated[
+        list[int] | None,
+        typer.Option(min=2, help="itl: rows of a step; may be repeated. Absent: the engine's."),
+    ] = None,
+    streams: Annotated[int, typer.Option(min=1, help="streams, idle: requests at once.")] = 256,
+    steps: Annotated[int, typer.Option(min=2, help="Decode steps of one measurement.")] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each case.")] = 3,
+    random_weights: RandomWeights = None,
+    model: ModelPath = None,
+    settings: Settings = None,
+    json_file: JsonFile = None,
+) -> None:
+    """First token of a long prompt, tokens beside a prefill, many streams, the GPU's idle share."""
+    with clear_errors():
+        from granikv.bench.harness import result_record, write_json
+        from granikv.bench.latency import run_latency_bench
+        from granikv.bench.latency_session import LatencyConfig
+        from granikv.bench.report import print_cases, show_progress
+
+        config = LatencyConfig(
+            prompt_len, suffix_len, together, batch, streams, steps, repeats, tuple(chunk or ())
+        )
+        model, extra = _shape_or_model(random_weights, model, _both_layouts(settings))
+        with show_progress("latency") as progress:
+            cases, probe = run_latency_bench(config, case or (), model, extra, progress)
+        print_cases(cases, "Latency")
+        if json_file is not None:
+            write_json(json_file, result_record(cases, with_probe=False) | {"probe": probe})
 
 
 @bench.command("host")
