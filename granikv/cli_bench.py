@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -133,6 +134,17 @@ def bench_decode(
     ] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements per contender, in turns.")] = 7,
     transformers: Annotated[bool, typer.Option(help="Measure transformers as well.")] = True,
+    contender: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Beside uniform paging; may be repeated: flat-extents, no-dispatcher, vllm-default "
+            "or vllm-cascade. Absent: vLLM's two, where it is installed and can read the model."
+        ),
+    ] = None,
+    plot: Annotated[
+        bool,
+        typer.Option(help="Beside --json, the same name with .png: where the gain comes from."),
+    ] = False,
     random_weights: RandomWeights = None,
     model: ModelPath = None,
     settings: Settings = None,
@@ -147,7 +159,9 @@ def bench_decode(
             shared,
             standard_workloads,
         )
+        from granikv.bench.decode_plot import check_waterfall, plot_waterfall
         from granikv.bench.report import show_progress
+        from granikv.bench.vllm_contender import default_contenders
 
         workloads = gpu_workloads() if random_weights else standard_workloads()
         workloads = choose_workloads(workloads, case or [])
@@ -155,9 +169,16 @@ def bench_decode(
             workloads = [shared(size, prefix_len, suffix_len) for size in batch]
         transformers = transformers and not random_weights
         model, extra = _shape_or_model(random_weights, model, _both_layouts(settings))
+        others = default_contenders(model) if contender is None else contender
+        if plot:
+            check_waterfall(others, json_file)
         with show_progress("decode") as progress:
-            cases = run_decode_bench(workloads, steps, rounds, model, transformers, progress, extra)
+            cases = run_decode_bench(
+                workloads, steps, rounds, model, transformers, progress, extra, others
+            )
         _finish(cases, "Decode", json_file)
+        if plot and json_file is not None:
+            plot_waterfall(json.loads(json_file.read_text()), json_file.with_suffix(".png"))
 
 
 @bench.command("latency")

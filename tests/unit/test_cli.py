@@ -72,6 +72,8 @@ def test_version():
         ("bench cache --trace /nowhere", 2, "/nowhere"),
         ("bench decode --steps 1", 2, "steps"),
         ("bench decode --case four-groups", 2, "four-groups-1024-4096"),
+        ("bench decode --batch 1 --contender nothing", 2, "vllm-cascade"),
+        ("bench decode --batch 1 --contender flat-extents --plot", 2, "--plot"),
         ("bench latency --case nothing", 2, "'idle'"),
         ("bench latency", 2, "prompt_len and what is decoded: expected at most 8192 tokens"),
         ("bench latency --set prefix_layout=uniform", 2, "both layouts are measured"),
