@@ -55,7 +55,7 @@ def _in_this_build(name: str) -> Iterator[None]:
         raise Unsupported(f"bench {name}: not in this build ({error})") from None
 
 
-def _both_layouts(settings: list[str] | None) -> dict:
+def both_layouts(settings: list[str] | None) -> dict:
     """Fields of --set for a benchmark that chooses the layouts itself."""
     from granikv.errors import InvalidArgument
     from granikv.serving.settings import parse_assignments
@@ -67,7 +67,7 @@ def _both_layouts(settings: list[str] | None) -> dict:
     return fields
 
 
-def _shape_or_model(
+def shape_or_model(
     random_weights: str | None, model: str | None, fields: dict
 ) -> tuple[str | None, dict]:
     """(model, fields of EngineConfig) for --random-weights and --model. Raises InvalidArgument."""
@@ -78,7 +78,7 @@ def _shape_or_model(
     return str(find_shape(random_weights)), fields | {"random_weights": True}
 
 
-def _finish(cases: list, title: str, json_file: Path | None) -> None:
+def finish(cases: list, title: str, json_file: Path | None) -> None:
     from granikv.bench.harness import result_record, write_json
     from granikv.bench.report import print_cases
 
@@ -108,7 +108,7 @@ def bench_cache(
         for loaded in traces:
             check_capacity(loaded, config)
         cases = [case for loaded in traces for case in run_cache_bench(loaded, config)]
-        _finish(cases, "Cache", json_file)
+        finish(cases, "Cache", json_file)
 
 
 @bench.command("decode")
@@ -168,7 +168,7 @@ def bench_decode(
         if batch:
             workloads = [shared(size, prefix_len, suffix_len) for size in batch]
         transformers = transformers and not random_weights
-        model, extra = _shape_or_model(random_weights, model, _both_layouts(settings))
+        model, extra = shape_or_model(random_weights, model, both_layouts(settings))
         others = default_contenders(model) if contender is None else contender
         if plot:
             check_waterfall(others, json_file)
@@ -176,55 +176,9 @@ def bench_decode(
             cases = run_decode_bench(
                 workloads, steps, rounds, model, transformers, progress, extra, others
             )
-        _finish(cases, "Decode", json_file)
+        finish(cases, "Decode", json_file)
         if plot and json_file is not None:
             plot_waterfall(json.loads(json_file.read_text()), json_file.with_suffix(".png"))
-
-
-@bench.command("latency")
-def bench_latency(
-    case: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="ttft, itl, streams or idle; may be repeated. Absent: all that run here."
-        ),
-    ] = None,
-    prompt_len: Annotated[int, typer.Option(min=2, help="Tokens of the long prompt.")] = 16384,
-    suffix_len: Annotated[int, typer.Option(min=1, help="Of these, its private tokens.")] = 128,
-    together: Annotated[
-        int, typer.Option(min=2, help="ttft: requests that arrive at once with one prefix.")
-    ] = 16,
-    batch: Annotated[
-        int, typer.Option(min=1, help="itl: requests that decode during the prefill.")
-    ] = 32,
-    chunk: Annotated[
-        list[int] | None,
-        typer.Option(min=2, help="itl: rows of a step; may be repeated. Absent: the engine's."),
-    ] = None,
-    streams: Annotated[int, typer.Option(min=1, help="streams, idle: requests at once.")] = 256,
-    steps: Annotated[int, typer.Option(min=2, help="Decode steps of one measurement.")] = 128,
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each case.")] = 3,
-    random_weights: RandomWeights = None,
-    model: ModelPath = None,
-    settings: Settings = None,
-    json_file: JsonFile = None,
-) -> None:
-    """First token of a long prompt, tokens beside a prefill, many streams, the GPU's idle share."""
-    with clear_errors():
-        from granikv.bench.harness import result_record, write_json
-        from granikv.bench.latency import run_latency_bench
-        from granikv.bench.latency_session import LatencyConfig
-        from granikv.bench.report import print_cases, show_progress
-
-        config = LatencyConfig(
-            prompt_len, suffix_len, together, batch, streams, steps, repeats, tuple(chunk or ())
-        )
-        model, extra = _shape_or_model(random_weights, model, _both_layouts(settings))
-        with show_progress("latency") as progress:
-            cases, probe = run_latency_bench(config, case or (), model, extra, progress)
-        print_cases(cases, "Latency")
-        if json_file is not None:
-            write_json(json_file, result_record(cases, with_probe=False) | {"probe": probe})
 
 
 @bench.command("host")
@@ -240,7 +194,7 @@ def bench_host(
             from granikv.bench.host import run_host_bench
 
         cases = run_host_bench(num_requests, num_groups, num_steps=num_steps)
-        _finish(cases, "Host time of a decode step, us", json_file)
+        finish(cases, "Host time of a decode step, us", json_file)
 
 
 @bench.command("attention")
@@ -347,8 +301,8 @@ def bench_serve(
             workload,
             loads,
             model=model,
-            engine_config=_both_layouts(settings),
+            engine_config=both_layouts(settings),
             repeats=repeats,
             trace_speed=trace_speed,
         )
-        _finish(cases, "Serve", json_file)
+        finish(cases, "Serve", json_file)

@@ -6,12 +6,15 @@ between them: what vLLM does once per call (tokens in, scheduling of the prompts
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from granikv.bench.arrivals import parse_arrivals
 from granikv.bench.decode import Workload
 from granikv.bench.harness import machine
 
@@ -51,7 +54,7 @@ def decode_step_ms(spec: dict) -> dict:
     import vllm
 
     llm = vllm.LLM(**engine_arguments(spec))
-    vocab_size = json.loads((Path(spec["model"]) / "config.json").read_text())["vocab_size"]
+    vocab_size = _vocab_size(spec)
 
     def seconds(prompts: list[list[int]], num_tokens: int) -> float:
         params = vllm.SamplingParams(**sampling(num_tokens))
@@ -77,7 +80,49 @@ def decode_step_ms(spec: dict) -> dict:
     return {"step_ms": step_ms}
 
 
-TASKS = {"decode": decode_step_ms}
+def serve(spec: dict) -> dict:
+    """The arrival list at each rate (None: all at once), through AsyncLLM; times in s since then."""
+    return asyncio.run(_serve(spec))
+
+
+async def _serve(spec: dict) -> dict:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arrivals = parse_arrivals(spec["arrivals"], "spec")
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(spec)))
+
+    async def request(name: str, begin_s: float, due_s: float, prompt: list[int], length: int):
+        await asyncio.sleep(max(0.0, begin_s + due_s - time.perf_counter()))
+        params = SamplingParams(**sampling(length), output_kind=RequestOutputKind.DELTA)
+        token_s: list[float] = []
+        async for output in engine.generate({"prompt_token_ids": prompt}, params, name):
+            now_s = time.perf_counter() - begin_s
+            token_s += [now_s] * len(output.outputs[0].token_ids)
+        return {"arrival_s": due_s, "prompt_len": len(prompt), "token_s": token_s}
+
+    runs = []
+    for index, rate in enumerate(spec["rates"]):
+        prompts = arrivals.prompts(_vocab_size(spec), index)
+        due_s = arrivals.due_s(math.inf if rate is None else rate)
+        begin_s = time.perf_counter()
+        tasks = [
+            request(f"{index}-{i}", begin_s, due, prompt, arrival.output_len)
+            for i, (due, prompt, arrival) in enumerate(
+                zip(due_s, prompts, arrivals.arrivals, strict=True)
+            )
+        ]
+        runs.append(await asyncio.gather(*tasks))
+    engine.shutdown()
+    return {"runs": runs}
+
+
+def _vocab_size(spec: dict) -> int:
+    return json.loads((Path(spec["model"]) / "config.json").read_text())["vocab_size"]
+
+
+TASKS = {"decode": decode_step_ms, "serve": serve}
 
 
 def main() -> None:
