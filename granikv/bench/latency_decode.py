@@ -26,7 +26,8 @@ def run_streams(session: Session) -> list[Case]:
     session.progress("streams: starting the engine process")
     with EngineProcess(session.settings) as process:
         for index in range(-1, session.config.repeats):  # the round before the first compiles
-            for name, found in rates.items():
+            turns = list(rates.items())
+            for name, found in turns if index % 2 else turns[::-1]:
                 session.progress(f"streams {name}")
                 if name == "in-process":
                     rate = decode_rate(timed, prompts, steps)

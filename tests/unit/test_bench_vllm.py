@@ -63,7 +63,7 @@ def test_a_step_is_the_difference_of_two_lengths_in_another_process(stand_in):
         model=str(folder), random_weights=True, max_seq_len=40, max_num_batched_tokens=64
     )
     (times,) = vllm_step_ms("vllm-cascade", [workload], 20, 2, config)
-    assert len(times) == 2 and all(8.5 < ms < 30 for ms in times)  # not 50 ms more per call
+    assert len(times) == 2 and all(8.5 < ms < 16 for ms in times)  # the longer answer alone: 18.7
     arguments, *calls = map(json.loads, calls_file.read_text().splitlines())
     assert arguments["load_format"] == "dummy" and not arguments["disable_cascade_attn"]
     assert arguments["max_model_len"] == 56 and arguments["max_num_batched_tokens"] == 64
