@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 COPIES = ("Memcpy", "Memset")  # how the profiler names what is not a kernel
 
@@ -49,8 +50,14 @@ def kernel_timeline(function: Callable[[], object]) -> KernelTimeline:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         function()
         torch.cuda.synchronize()
-    return timeline_of(
+    on_gpu = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    return timeline_of(kernel_intervals(on_gpu))
+
+
+def kernel_intervals(events: Iterable[Any]) -> list[tuple[float, float]]:
+    """(start, end) in us of the kernels among a profiler's GPU events."""
+    return [
         (event.time_range.start, event.time_range.end)
-        for event in profiler.events()
-        if event.device_type == DeviceType.CUDA and not event.name.startswith(COPIES)
-    )
+        for event in events
+        if not event.name.startswith(COPIES) and not event.is_user_annotation
+    ]

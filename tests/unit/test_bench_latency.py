@@ -8,14 +8,16 @@ import signal
 import time
 
 import pytest
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 
 from granikv.bench import latency_decode
-from granikv.bench.gpu_idle import timeline_of
+from granikv.bench.gpu_idle import KernelTimeline, kernel_intervals, timeline_of
 from granikv.bench.latency import run_latency_bench
 from granikv.bench.latency_prefill import prefill_flops
 from granikv.bench.latency_session import LatencyConfig
 from granikv.bench.streams import EngineProcess, StreamClients, StreamRate
-from granikv.bench.timed_engine import RequestTimes
+from granikv.bench.timed_engine import RequestTimes, TimedEngine
 from granikv.config import ModelConfig
 from granikv.errors import InvalidArgument, Unavailable
 from granikv.serving import wire
@@ -104,6 +106,43 @@ def test_overlapping_kernels_are_busy_once():
     assert timeline.idle_share == pytest.approx(0.3)
     with pytest.raises(ValueError, match="at least one kernel"):
         timeline_of([])
+
+
+def test_copies_and_annotations_are_no_kernels():
+    def event(name, start, end, **more):
+        return FunctionEvent(0, name, 0, start, end, device_type=DeviceType.CUDA, **more)
+
+    events = [
+        event("matmul", 1.0, 2.0),
+        event("Memcpy DtoH (Device -> Pinned)", 2.0, 3.0),
+        event("Memset (Device)", 3.0, 4.0),
+        event("step", 0.0, 9.0, is_user_annotation=True),
+    ]
+    assert kernel_intervals(events) == [(1.0, 2.0)]
+
+
+def test_the_idle_share_is_of_the_steps_that_were_traced(settings, monkeypatch):
+    traced, stepped, step = [], [], TimedEngine.step
+
+    def timeline(function):
+        before = len(stepped)
+        function()
+        traced.append(len(stepped) - before)
+        return KernelTimeline(6e3, 4.5e3, 60)
+
+    def counted(self):
+        stepped.append(len(self.requests))
+        step(self)
+
+    monkeypatch.setattr(TimedEngine, "step", counted)
+    monkeypatch.setattr(latency_decode, "kernel_timeline", timeline)
+    monkeypatch.setattr("granikv.bench.latency_session.machine_probe", dict)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    (case,), _ = run_latency_bench(SMALL, ["idle"], settings["model"], settings)
+    assert traced == [SMALL.steps] and stepped[-1] == SMALL.streams
+    assert case.metrics["idle_share"] == 0.25
+    assert case.metrics["traced_step_ms"] == pytest.approx(6.0 / SMALL.steps)
+    assert case.ratio == pytest.approx(0.03 / 0.25)
 
 
 def test_clients_count_what_they_read_whole():
