@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from granikv.cli_bench import bench
+from granikv.cli_bench_latency import bench_latency, bench_poisson
 from granikv.cli_build import build
 from granikv.cli_common import ModelPath, Settings, Threads, clear_errors
 
@@ -20,6 +21,8 @@ app = typer.Typer(
     "Start with `granikv demo --short`, or `granikv serve` and `granikv chat`.",
     pretty_exceptions_enable=False,
 )
+bench.command("latency")(bench_latency)
+bench.command("poisson")(bench_poisson)
 app.add_typer(bench, name="bench")
 app.command()(build)
 GRPC_DEFAULT = "127.0.0.1:8001"

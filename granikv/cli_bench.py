@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -37,6 +38,11 @@ JsonFile = Annotated[
     ),
 ]
 
+RandomWeights = Annotated[
+    str | None,
+    typer.Option(metavar="CONFIG", help="Folder with a config.json, or llama-3.1-8b, ..."),
+]
+
 
 @contextlib.contextmanager
 def _in_this_build(name: str) -> Iterator[None]:
@@ -49,7 +55,7 @@ def _in_this_build(name: str) -> Iterator[None]:
         raise Unsupported(f"bench {name}: not in this build ({error})") from None
 
 
-def _both_layouts(settings: list[str] | None) -> dict:
+def both_layouts(settings: list[str] | None) -> dict:
     """Fields of --set for a benchmark that chooses the layouts itself."""
     from granikv.errors import InvalidArgument
     from granikv.serving.settings import parse_assignments
@@ -61,7 +67,18 @@ def _both_layouts(settings: list[str] | None) -> dict:
     return fields
 
 
-def _finish(cases: list, title: str, json_file: Path | None) -> None:
+def shape_or_model(
+    random_weights: str | None, model: str | None, fields: dict
+) -> tuple[str | None, dict]:
+    """(model, fields of EngineConfig) for --random-weights and --model. Raises InvalidArgument."""
+    if random_weights is None:
+        return model, fields
+    from granikv.bench.shapes import find_shape
+
+    return str(find_shape(random_weights)), fields | {"random_weights": True}
+
+
+def finish(cases: list, title: str, json_file: Path | None) -> None:
     from granikv.bench.harness import result_record, write_json
     from granikv.bench.report import print_cases
 
@@ -91,7 +108,7 @@ def bench_cache(
         for loaded in traces:
             check_capacity(loaded, config)
         cases = [case for loaded in traces for case in run_cache_bench(loaded, config)]
-        _finish(cases, "Cache", json_file)
+        finish(cases, "Cache", json_file)
 
 
 @bench.command("decode")
@@ -117,10 +134,18 @@ def bench_decode(
     ] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements per contender, in turns.")] = 7,
     transformers: Annotated[bool, typer.Option(help="Measure transformers as well.")] = True,
-    random_weights: Annotated[
-        str | None,
-        typer.Option(metavar="CONFIG", help="Folder with a config.json, or llama-3.1-8b, ..."),
+    contender: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Beside uniform paging; may be repeated: flat-extents, no-dispatcher, vllm-default "
+            "or vllm-cascade. Absent: vLLM's two, where it is installed and can read the model."
+        ),
     ] = None,
+    plot: Annotated[
+        bool,
+        typer.Option(help="Beside --json, the same name with .png: where the gain comes from."),
+    ] = False,
+    random_weights: RandomWeights = None,
     model: ModelPath = None,
     settings: Settings = None,
     json_file: JsonFile = None,
@@ -134,20 +159,26 @@ def bench_decode(
             shared,
             standard_workloads,
         )
+        from granikv.bench.decode_plot import check_waterfall, plot_waterfall
         from granikv.bench.report import show_progress
-        from granikv.bench.shapes import find_shape
+        from granikv.bench.vllm_contender import default_contenders
 
         workloads = gpu_workloads() if random_weights else standard_workloads()
         workloads = choose_workloads(workloads, case or [])
         if batch:
             workloads = [shared(size, prefix_len, suffix_len) for size in batch]
-        extra = _both_layouts(settings)
-        if random_weights:
-            model, transformers = str(find_shape(random_weights)), False
-            extra["random_weights"] = True
+        transformers = transformers and not random_weights
+        model, extra = shape_or_model(random_weights, model, both_layouts(settings))
+        others = default_contenders(model) if contender is None else contender
+        if plot:
+            check_waterfall(others, json_file)
         with show_progress("decode") as progress:
-            cases = run_decode_bench(workloads, steps, rounds, model, transformers, progress, extra)
-        _finish(cases, "Decode", json_file)
+            cases = run_decode_bench(
+                workloads, steps, rounds, model, transformers, progress, extra, others
+            )
+        finish(cases, "Decode", json_file)
+        if plot and json_file is not None:
+            plot_waterfall(json.loads(json_file.read_text()), json_file.with_suffix(".png"))
 
 
 @bench.command("host")
@@ -163,7 +194,7 @@ def bench_host(
             from granikv.bench.host import run_host_bench
 
         cases = run_host_bench(num_requests, num_groups, num_steps=num_steps)
-        _finish(cases, "Host time of a decode step, us", json_file)
+        finish(cases, "Host time of a decode step, us", json_file)
 
 
 @bench.command("attention")
@@ -270,8 +301,8 @@ def bench_serve(
             workload,
             loads,
             model=model,
-            engine_config=_both_layouts(settings),
+            engine_config=both_layouts(settings),
             repeats=repeats,
             trace_speed=trace_speed,
         )
-        _finish(cases, "Serve", json_file)
+        finish(cases, "Serve", json_file)

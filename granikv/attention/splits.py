@@ -258,6 +258,7 @@ class PlanCutter:
     shape: AttentionShape
     num_sms: int
     max_partials: int
+    hot_layout: Layout | None = None  # of every step with HOT items; None: what fits them
 
     def cut(
         self,
@@ -281,6 +282,7 @@ class PlanCutter:
             )
         columns = [ColdItem.ROW, ColdItem.KIND, ColdItem.START, ColdItem.LEN, ColdItem.POSITION]
         spans = cold_items[:, columns]
+        layout = self.hot_layout if len(hot_items) else None
         return plan_splits(
-            groups, spans, num_decode_rows, self.shape, self.num_sms, self.max_partials
+            groups, spans, num_decode_rows, self.shape, self.num_sms, self.max_partials, layout
         )

@@ -24,12 +24,15 @@ from granikv.bench.decode_contenders import (
     TransformersContender,
 )
 from granikv.bench.harness import Case
+from granikv.bench.vllm_contender import VLLM, vllm_step_ms
 from granikv.config import EngineConfig
 from granikv.config_check import check_engine, longest_request
 from granikv.errors import InvalidArgument
 
 EIGHT_GROUPS = (2048, 4096, 6144, 8192, 12288, 16384, 20480, 24576)  # tokens
 TURN_STEPS = 4
+FIXED = {"flat-extents": "flat", "no-dispatcher": "cascade"}  # name -> variant of FixedDispatcher
+StepTimes = dict[str, list[float]]  # contender's name -> ms of each round
 NEAR_TIE = 1e-3  # of the reference's logit range: a difference below is rounding
 
 
@@ -148,10 +151,12 @@ def run_decode_bench(
     with_transformers: bool = True,
     progress: Callable[[str], None] = lambda text: None,
     engine_settings: Mapping[str, Any] = MappingProxyType({}),
+    others: Sequence[str] = (),
 ) -> list[Case]:
     """One case per workload and baseline; ratio is the median over rounds of step times.
 
     transformers takes part where all requests share one prefix (its batch has one length).
+    others: of FIXED and VLLM, beside uniform paging; vLLM runs before, in a process of its own.
     progress is told of every measurement. engine_settings: fields of EngineConfig for both
     engines, such as random_weights.
     """
@@ -159,6 +164,9 @@ def run_decode_bench(
         raise InvalidArgument("steps", num_steps, "at least 2")
     if rounds < 1:
         raise InvalidArgument("rounds", rounds, "at least 1")
+    for name in others:
+        if name not in (*FIXED, *VLLM):
+            raise InvalidArgument("--contender", name, f"one of {[*FIXED, *VLLM]}")
     most = max(_unshared_tokens(w, num_steps * w.steps_factor) for w in workloads)
     needed = max(
         max(map(w.prefix_len, w.paths)) + w.suffix_len + 2 * num_steps * w.steps_factor
@@ -170,16 +178,27 @@ def run_decode_bench(
         expected = f"at most {limit} tokens: the model's context, or what the settings leave"
         raise InvalidArgument("prefix, suffix and 2 x steps", needed, expected)
     settings = {"max_seq_len": needed} | settings
+    outside: list[StepTimes] = [{} for _ in workloads]
+    for name in (name for name in others if name in VLLM):
+        progress(name)
+        found = vllm_step_ms(name, workloads, num_steps, rounds, EngineConfig(**settings))
+        for times, of_workload in zip(outside, found, strict=True):
+            times[name] = of_workload
     ours = EngineContender("granikv", prefix_layout="asymmetric", **settings)
-    uniform = EngineContender("uniform-paging", ours, prefix_layout="uniform", **settings)
+    engines = [ours] + [
+        EngineContender(name, ours, FIXED[name], prefix_layout="asymmetric", **settings)
+        for name in others
+        if name in FIXED
+    ]
+    engines.append(EngineContender("uniform-paging", ours, prefix_layout="uniform", **settings))
     reference = TransformersContender(model) if with_transformers else None
     cases = []
-    for workload in workloads:
+    for workload, times in zip(workloads, outside, strict=True):
         steps = num_steps * workload.steps_factor
         beside = reference if workload.is_uniform else None
-        cases += _run_workload(workload, [ours, uniform], beside, steps, rounds, model, progress)
-    ours.close()
-    uniform.close()
+        cases += _run_workload(workload, engines, beside, steps, rounds, model, progress, times)
+    for engine in engines:
+        engine.close()
     return cases
 
 
@@ -197,13 +216,15 @@ def _run_workload(
     rounds: int,
     model: str | None,
     progress: Callable[[str], None],
+    outside: StepTimes,
 ) -> list[Case]:
+    """outside: step times of those that ran elsewhere before, of each round."""
     vocab_size = engines[0].vocab_size
     prefix_len = workload.prefix_len(workload.paths[0]) if workload.is_uniform else 0
     contenders: list[Contender] = [*engines]
     if reference is not None:
         contenders.append(reference)
-    step_ms: dict[str, list[float]] = {c.name: [] for c in contenders}
+    step_ms: StepTimes = {c.name: [] for c in contenders}
     matched = dict.fromkeys(step_ms, 0)
     near_ties = dict.fromkeys(step_ms, 0)
     for round_index in range(-1, rounds):  # the round before the first fills caches
@@ -244,9 +265,13 @@ def _run_workload(
         _case(workload.name, params, metrics, step_ms, first, other.name)
         for other in contenders[1:]
     ]
-    if len(contenders) == 3:  # the baseline must stand on its own beside transformers
+    if reference is not None:  # the baseline must stand on its own beside transformers
         name = f"{workload.name} (baseline itself)"
-        cases.append(_case(name, params, metrics, step_ms, contenders[1].name, contenders[2].name))
+        cases.append(_case(name, params, metrics, step_ms, engines[-1].name, reference.name))
+    metrics |= {name: _metrics(times, workload.batch) for name, times in outside.items()}
+    cases += [
+        _case(workload.name, params, metrics, step_ms | outside, first, name) for name in outside
+    ]
     return cases
 
 

@@ -33,10 +33,18 @@ class EngineContender:
     A round: `start`, `run` as often as liked, `finish`.
     """
 
-    def __init__(self, name: str, beside: EngineContender | None = None, **settings: Any):
+    def __init__(
+        self,
+        name: str,
+        beside: EngineContender | None = None,
+        variant: str | None = None,
+        **settings: Any,
+    ):
         """settings: fields of EngineConfig. beside: its weights are used, not a copy: where their
-        pages lie decides up to a tenth of a step's time."""
+        pages lie decides up to a tenth of a step's time. variant: of FixedDispatcher, to have no
+        other choice."""
         from granikv.assembly import executor_beside
+        from granikv.bench.fixed_dispatch import FixedDispatcher
         from granikv.config import EngineConfig
         from granikv.engine import Engine
 
@@ -48,6 +56,8 @@ class EngineContender:
             other = beside.engine
             config, executor = executor_beside(config, other.tokenizer, other.executor.decoder)
             self.engine = Engine(config, executor=executor, tokenizer=other.tokenizer)
+        if variant is not None:
+            self.engine.dispatcher = FixedDispatcher(self.engine, variant)
         self.vocab_size = self.engine.model_config.vocab_size
         self.dtype = self.engine.config.dtype
         self._next_id = 0

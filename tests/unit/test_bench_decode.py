@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import make_tiny_hf
 
+from granikv.attention.splits import PlanCutter
+from granikv.attention.variants import AttentionShape
 from granikv.bench import decode as bench
 from granikv.bench.decode_contenders import EngineContender
+from granikv.bench.decode_plot import check_waterfall, plot_waterfall, waterfalls
+from granikv.bench.fixed_dispatch import FixedDispatcher
 from granikv.errors import InvalidArgument
 
 
@@ -100,3 +106,72 @@ def test_named_cases_are_all_with_that_name():
         ("shared-4096", 16), ("shared-64", 1), ("shared-64", 8), ("shared-64", 32),
     ]  # fmt: skip
     assert bench.choose_workloads(bench.standard_workloads(), []) == bench.standard_workloads()
+
+
+def test_fixed_contenders_have_no_choice_and_agree(tmp_path, monkeypatch):
+    folder = make_tiny_hf(tmp_path)
+    settings = {"random_weights": True, "min_extent_tokens": 16, "profile": "default"}
+    variants: dict[str, set] = {}
+    run = EngineContender.run
+
+    def noted(self, num_steps):
+        elapsed_s = run(self, num_steps)
+        counters = self.engine.counters
+        variants[self.name] = {
+            v for v in ("cascade", "gemm", "flat") if counters[f"groups_{v}"] > 0
+        }
+        return elapsed_s
+
+    monkeypatch.setattr(EngineContender, "run", noted)
+    cases = bench.run_decode_bench(
+        [bench.shared(3, 40, 6)], 4, 2, str(folder), False, engine_settings=settings,
+        others=["no-dispatcher", "flat-extents"],
+    )  # fmt: skip
+    assert [c.baseline for c in cases] == ["no-dispatcher", "flat-extents", "uniform-paging"]
+    assert variants["flat-extents"] == {"flat"} and variants["no-dispatcher"] == {"cascade"}
+    assert variants["uniform-paging"] == set()
+    for case in cases:
+        assert case.metrics["same_tokens"] == case.metrics["answers"] == 6
+        assert case.baseline_metrics["same_tokens"] == 6
+    (panel,) = waterfalls({"gpu": "", "cases": [vars(case) for case in cases]})
+    by_name = {case.baseline: case.baseline_metrics["step_ms"] for case in cases}
+    assert panel.step_ms == (
+        by_name["uniform-paging"], by_name["flat-extents"], by_name["no-dispatcher"],
+        cases[0].metrics["step_ms"],
+    )  # fmt: skip
+
+
+def test_a_fixed_cascade_keeps_one_layout_on_a_gpu_and_flat_steps_keep_theirs():
+    shape = AttentionShape(32, 8, 128, 2)
+    cutter = PlanCutter(shape, 132, 65536)
+    hot = np.array([[0, 64, 0, 4096, 0, 0, 0, 0]], np.int32)  # 256 stacked rows
+    cold = np.array([[row, 1, 4096, 64, 4096, 0, 0, 0] for row in range(64)], np.int32)
+    rows = np.arange(64, dtype=np.int32)
+    engine = SimpleNamespace(dispatcher=SimpleNamespace(cutter=cutter, cost=None), cache=None)
+    fixed = FixedDispatcher(engine, "cascade").cutter
+    assert cutter.cut(hot, rows, cold, 64).layout.name == "large"
+    assert fixed.cut(hot, rows, cold, 64).layout.name == "mid"
+    assert fixed.cut(hot[:0], rows[:0], cold, 64).layout.name == "flat"
+    assert FixedDispatcher(engine, "flat").cutter is cutter
+
+
+def test_a_waterfall_is_drawn_of_workloads_with_all_stages(tmp_path):
+    def entry(case, batch, baseline, ours, other):
+        return {
+            "case": case, "params": {"batch": batch}, "baseline": baseline,
+            "metrics": {"step_ms": ours, "contender": "granikv"},
+            "baseline_metrics": {"step_ms": other},
+        }  # fmt: skip
+
+    stages = {"uniform-paging": 8.0, "flat-extents": 9.0, "no-dispatcher": 4.0}
+    cases = [entry("long", 8, name, 2.0, ms) for name, ms in stages.items()]
+    cases.append(entry("long", 16, "uniform-paging", 2.0, 8.0))
+    record = {"gpu": "cpu", "cases": cases}
+    assert waterfalls(record) == [("long, B=8", (8.0, 9.0, 4.0, 2.0))]
+    plot_waterfall(record, tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(InvalidArgument, match="all of"):
+        plot_waterfall({"gpu": "cpu", "cases": cases[-1:]}, tmp_path / "none.png")
+    for others, file, words in (([], tmp_path / "a", "flat-extents"), (stages, None, "--json")):
+        with pytest.raises(InvalidArgument, match=words):
+            check_waterfall(list(others), file)

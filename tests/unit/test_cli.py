@@ -36,7 +36,9 @@ def run(*arguments, **kwargs):
 
 def test_the_commands_that_users_rely_on_exist():
     assert {"demo", "serve", "chat", "calibrate", "inspect"} <= set(LEAVES)
-    assert {f"bench {n}" for n in ("cache", "attention", "decode", "serve", "host")} <= set(LEAVES)
+    assert {
+        f"bench {n}" for n in ("cache", "attention", "decode", "latency", "serve", "host")
+    } <= set(LEAVES)
 
 
 @pytest.mark.parametrize("name", sorted(LEAVES))
@@ -70,6 +72,17 @@ def test_version():
         ("bench cache --trace /nowhere", 2, "/nowhere"),
         ("bench decode --steps 1", 2, "steps"),
         ("bench decode --case four-groups", 2, "four-groups-1024-4096"),
+        ("bench decode --batch 1 --contender nothing", 2, "vllm-cascade"),
+        ("bench decode --batch 1 --contender flat-extents --plot", 2, "--plot"),
+        ("bench poisson --load 0", 2, "load: expected shares"),
+        ("bench poisson --contender nothing", 2, "vllm-cascade"),
+        ("bench poisson --prefix-len 9000", 2, "at most 8192 tokens"),
+        ("bench poisson --arrivals {file}", 2, "arrivals: expected a JSON file"),
+        ("bench poisson --arrivals {folder}", 2, "--arrivals: expected a file"),
+        ("bench latency --case nothing", 2, "'idle'"),
+        ("bench latency", 2, "prompt_len and what is decoded: expected at most 8192 tokens"),
+        ("bench latency --set prefix_layout=uniform", 2, "both layouts are measured"),
+        ("bench latency --random-weights nothing", 2, "llama-3.1-8b"),
         ("bench serve --trace /nowhere", 2, "/nowhere"),
         ("bench serve --request-rate inf", 2, "request_rate"),
         ("bench serve --request-rate nan", 2, "request_rate"),
