@@ -211,6 +211,7 @@ LAYOUTS: dict[str, Layout] = {
             MERGE,
             1,
             1,
+            min_hot_tokens=256,
             hot_gluon=GLUON_WIDE,
             gluon_blocks_per_sm=0,
             gluon_registers=104,

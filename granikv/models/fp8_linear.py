@@ -72,10 +72,12 @@ class Fp8Linear:
             return (out if self.bias is None else out + self.bias).to(self.dtype)
         if not rows.values.shape[0]:
             return self.scales.new_empty(0, self.scales.shape[1], dtype=self.dtype)
-        return torch._scaled_mm(
-            rows.values, self.values, scale_a=rows.scales, scale_b=self.scales, bias=self.bias,
+        out = torch._scaled_mm(
+            rows.values, self.values, scale_a=rows.scales, scale_b=self.scales,
             out_dtype=self.dtype, use_fast_accum=True,
         )  # fmt: skip
+        # with a bias torch 2.11 asks cuBLASLt, which refuses a row on an H200
+        return out if self.bias is None else out + self.bias
 
     partial_sums = __call__
 

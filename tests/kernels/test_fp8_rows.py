@@ -60,7 +60,7 @@ def test_quantised_rows_are_the_twins(fp8, width, dtype):
     assert torch.equal(got.scales.cpu(), want.scales)
     values = got.values.cpu().float()
     # a compiled product can round a tie of a wide row the other way
-    assert (values != want.values.float()).float().mean() <= (1e-4 if ON_GPU else 0.0)
+    assert (values != want.values.float()).float().mean() <= (1e-3 if ON_GPU else 0.0)
     largest = values.abs().amax(-1)
     if fp8.scale is None:
         assert largest.tolist() == [FP8_MAX, 0.0] + [FP8_MAX] * 4
@@ -135,7 +135,8 @@ def test_the_product_is_its_twins(m, n, with_bias, fp8):
             size = x.cpu().float().norm(dim=-1, keepdim=True) * values.norm(dim=-1) / n**0.5
             size = size if bias is None else size + bias.cpu().float().abs()
             error = (got.cpu().float() - want).abs() / size
-            assert error.max() < 5e-2 and error.mean() < 5e-3, (num_rows, error.max(), error.mean())
+            # the tensor cores' sums of FP8 products keep about 14 bits
+            assert error.max() < 0.1 and error.mean() < 1e-2, (num_rows, error.max(), error.mean())
 
 
 @needs_gpu
