@@ -11,7 +11,7 @@ import pytest
 
 from granikv.bench import decode as bench
 from granikv.bench import vllm_contender
-from granikv.bench.vllm_contender import default_contenders, run_worker, vllm_step_ms
+from granikv.bench.vllm_contender import choose_contenders, run_worker, vllm_step_ms
 from granikv.config import EngineConfig
 from granikv.errors import InvalidArgument, Unavailable
 
@@ -75,12 +75,15 @@ def test_a_step_is_the_difference_of_two_lengths_in_another_process(stand_in):
 
 def test_vllm_takes_part_where_it_can_read_the_model(stand_in, monkeypatch):
     _, folder = stand_in
-    assert default_contenders(str(folder)) == ("vllm-default", "vllm-cascade")
-    assert default_contenders(None) == default_contenders(str(folder / "config.json")) == ()
+    assert choose_contenders(None, str(folder)) == ["vllm-default", "vllm-cascade"]
+    assert choose_contenders(None, None) == []
+    assert choose_contenders(None, str(folder / "config.json")) == []
+    assert choose_contenders(["uniform-paging"], str(folder)) == []
+    assert choose_contenders(["vllm-default", "x"], str(folder)) == ["vllm-default", "x"]
     with pytest.raises(InvalidArgument, match="GGUF"):
         vllm_step_ms("vllm-default", [bench.shared(1, 0, 4)], 2, 1, EngineConfig())
     monkeypatch.setattr(vllm_contender, "has_vllm", lambda: False)
-    assert default_contenders(str(folder)) == ()
+    assert choose_contenders(None, str(folder)) == []
     with pytest.raises(Unavailable, match="not installed"):
         run_worker({})
 
