@@ -75,9 +75,11 @@ def _load(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Decoder, T
     """The model of a resolved config, and its tokenizer; random weights need none."""
     dtype = getattr(torch, config.dtype)
     if config.random_weights:
-        decoder = load_random(str(config.model), dtype, config.device)
+        decoder = load_random(
+            str(config.model), dtype, config.device, quantization=config.quantization
+        )
     else:
-        decoder = load_model(config.model, dtype, config.device)
+        decoder = load_model(config.model, dtype, config.device, config.quantization)
     return decoder, _tokenizer(config, tokenizer)
 
 
@@ -93,6 +95,7 @@ def build_dispatcher(config: EngineConfig, executor: Any, cache: CacheManager) -
         return Dispatcher(CostModel.load(config.profile, model, config.num_threads), cache)
     shape = cutter.shape
     cost = GpuCostModel.load(
-        config.profile, model, shape.element_bytes, executor.device_name, shape.kv_element_bytes
-    )
+        config.profile, model, shape.element_bytes, executor.device_name, shape.kv_element_bytes,
+        shape.element_bytes if config.quantization is None else 1,
+    )  # fmt: skip
     return Dispatcher(cost, cache, cutter)

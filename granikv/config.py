@@ -62,6 +62,8 @@ UNIFORM_PAGE_TOKENS = 16  # the usual page of paged engines
 DEVICES = ("auto", "cpu", "cuda")
 EXECUTORS = ("torch", "tensorrt")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # as users of vLLM and TensorRT-LLM know them
+# Of weights. fp8: e4m3 with a scale per output channel, or as an FP8 checkpoint has them
+QUANTIZATIONS = (None, "fp8", "fp8_per_tensor")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_THREADS = 1024
 LIMITS = {  # lowest and highest
@@ -87,6 +89,7 @@ class EngineConfig:
     device: str = "auto"  # one of DEVICES; auto: the GPU where there is one
     dtype: str = "auto"  # of weights and KV; auto: bfloat16 on a GPU, float32 on the CPU
     kv_cache_dtype: str = "auto"  # one of KV_CACHE_DTYPES; auto: dtype; fp8 is fp8_e4m3, on a GPU
+    quantization: str | None = None  # one of QUANTIZATIONS; None: as the checkpoint is
     executor: str = "torch"  # one of EXECUTORS
     engine_dir: str | None = None  # with executor tensorrt: what `granikv build` wrote
     plugin: str | None = None  # with executor tensorrt: GraniKV's plugin library
@@ -115,6 +118,9 @@ class EngineConfig:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             expected = f"one of {KV_CACHE_DTYPES}"
             raise InvalidArgument("kv_cache_dtype", self.kv_cache_dtype, expected)
+        if self.quantization not in QUANTIZATIONS:
+            expected = f"one of {QUANTIZATIONS}"
+            raise InvalidArgument("quantization", self.quantization, expected)
         self._check_executor()
         if self.prefix_layout not in ("asymmetric", "uniform"):
             raise InvalidArgument("prefix_layout", self.prefix_layout, "'asymmetric' or 'uniform'")
@@ -135,6 +141,9 @@ class EngineConfig:
             if self.fp8_kv:
                 expected = "'auto': engines have no FP8 KV; executor='torch' on a GPU has"
                 raise InvalidArgument("kv_cache_dtype", self.kv_cache_dtype, expected)
+            if self.quantization is not None:
+                expected = "None: engines have no FP8 weights; executor='torch' has"
+                raise InvalidArgument("quantization", self.quantization, expected)
             return
         for name, unset in (("engine_dir", None), ("plugin", None)):
             if getattr(self, name) != unset:

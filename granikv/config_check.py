@@ -20,13 +20,13 @@ from granikv.executor import resolve_device
 from granikv.executor.tensorrt_executor import engine_sizes
 from granikv.executor.torch_executor import check_memory
 from granikv.gpu_cost_model import GpuCostModel
-from granikv.models import check_weights, find_model, load_config
+from granikv.models import check_weights, find_model, load_config, stores_fp8
 from granikv.models.random_weights import read_shape
 from granikv.text import load_tokenizer
 
 
 def check_engine(config: EngineConfig) -> tuple[EngineConfig, ModelConfig]:
-    """The config with its device decided, and the model's shape.
+    """The config with its device and quantization decided, and the model's shape.
 
     Raises InvalidArgument naming the field, value and range; Unavailable without the GPU asked
     for; and what load_config raises.
@@ -34,7 +34,7 @@ def check_engine(config: EngineConfig) -> tuple[EngineConfig, ModelConfig]:
     if config.executor == "tensorrt":
         config, model = _engines(config)
     else:
-        config = resolve_device(config)
+        config = resolve_device(_with_quantization(config))
         model = _model_shape(config)
         _check_ranks(config, model)
     if config.max_seq_len > model.max_position:
@@ -116,6 +116,19 @@ def _check_ranks(config: EngineConfig, model: ModelConfig) -> None:
     found = torch.cuda.device_count()
     if found < config.tp:
         raise Unavailable(f"tp={config.tp}: expected as many GPUs, torch sees {found}")
+
+
+def _with_quantization(config: EngineConfig) -> EngineConfig:
+    """FP8 for a checkpoint that is. Raises InvalidArgument where it would be quantised again."""
+    if config.random_weights:
+        return config
+    path = find_model(config.model)
+    if not path.is_dir() or not stores_fp8(path):
+        return config
+    if config.quantization == "fp8_per_tensor":
+        expected = f"'fp8' or None: {path} has FP8 weights already, with scales of its own"
+        raise InvalidArgument("quantization", config.quantization, expected)
+    return dataclasses.replace(config, quantization="fp8")
 
 
 def _model_shape(config: EngineConfig) -> ModelConfig:

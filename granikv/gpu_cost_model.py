@@ -19,8 +19,9 @@ FIELDS = ("read_gb_per_s", "gemm_tflops", "cascade_tflops", "matmul_tflops", "it
 
 
 class GpuCostModel:
-    """profile: a dictionary with the fields of FIELDS; element_bytes: of the weights, and of the KV
-    cache unless kv_element_bytes says otherwise (1: FP8, which is widened at the same rate).
+    """profile: a dictionary with the fields of FIELDS; element_bytes: of the model, and of the KV
+    cache and the layers' weights unless kv_element_bytes (1: FP8, which is widened at the same rate)
+    and weight_element_bytes (1: FP8, of which the matrix units take twice as many) say otherwise.
     """
 
     def __init__(
@@ -29,12 +30,14 @@ class GpuCostModel:
         model_config: ModelConfig,
         element_bytes: int,
         kv_element_bytes: int | None = None,
+        weight_element_bytes: int | None = None,
     ):
         missing = [name for name in FIELDS if not profile.get(name, 0) > 0]
         if missing:
             raise InvalidArgument("profile", sorted(profile), f"with {', '.join(missing)}")
         self.profile, self.model, self.element_bytes = profile, model_config, element_bytes
         self.kv_element_bytes = kv_element_bytes or element_bytes
+        self.weight_element_bytes = weight_element_bytes or element_bytes
 
     @classmethod
     def load(
@@ -44,6 +47,7 @@ class GpuCostModel:
         element_bytes: int,
         gpu_name: str,
         kv_element_bytes: int | None = None,
+        weight_element_bytes: int | None = None,
     ) -> GpuCostModel:
         """profile: path of a JSON file, "default": the packaged one that fits any GPU, or None: the
         packaged one of this GPU, else the default. Raises InvalidArgument."""
@@ -55,7 +59,8 @@ class GpuCostModel:
         else:
             path = Path(profile)
         try:
-            return cls(read_profile(path), model_config, element_bytes, kv_element_bytes)
+            fields = read_profile(path)
+            return cls(fields, model_config, element_bytes, kv_element_bytes, weight_element_bytes)
         except UNREADABLE as error:
             raise InvalidArgument("profile", str(path), f"a readable profile ({error})") from error
 
@@ -91,10 +96,12 @@ class GpuCostModel:
             2 * m.hidden_size * (m.num_qo_heads + m.num_kv_heads) * m.head_dim
             + 3 * m.hidden_size * m.intermediate_size
         )
-        weights = m.num_layers * per_layer + m.vocab_size * m.hidden_size
+        layers, head = m.num_layers * per_layer, m.vocab_size * m.hidden_size
         scores = 4 * m.num_layers * m.num_qo_heads * m.head_dim * kv_tokens_flat
-        compute_us = 2 * weights * num_rows / (self.profile["matmul_tflops"] * 1e6)
+        products = layers * self.weight_element_bytes / self.element_bytes + head
+        compute_us = 2 * products * num_rows / (self.profile["matmul_tflops"] * 1e6)
         compute_us += scores / (self.profile["gemm_tflops"] * 1e6)
-        memory_us = self.element_bytes * weights / (self.profile["read_gb_per_s"] * 1e3)
+        read_bytes = self.weight_element_bytes * layers + self.element_bytes * head
+        memory_us = read_bytes / (self.profile["read_gb_per_s"] * 1e3)
         memory_us += m.num_layers * self._read_us(kv_tokens_read)
         return "compute" if compute_us > memory_us else "memory"

@@ -29,14 +29,14 @@ from granikv.attention.plan_buffers import (
 )
 from granikv.attention.variants import (
     FIRST_WITH_DEPENDENT_LAUNCHES,
-    HotTile,
+    GluonTile,
     Layout,
     extend_tile,
     takes_descriptors,
     takes_gluon,
 )
 from granikv.config import ModelConfig
-from granikv.core import HotVariant, PlanCapacities, StepPlan
+from granikv.core import Count, HotItem, HotVariant, PlanCapacities, StepPlan
 from granikv.errors import InvalidArgument
 
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -89,12 +89,13 @@ class GpuAttention(PlanBuffers):
         self.sm_scale = model_config.head_dim**-0.5
         self.k_arena, self.v_arena, self.request_slots = k_arena, v_arena, request_slots
         self.pdl = self.capability >= FIRST_WITH_DEPENDENT_LAUNCHES if pdl is None else pdl
-        self._cold_gluon: Callable[..., None] | None = None
+        self._hot_gluon: Any = None  # modules, where they are taken
+        self._cold_gluon: Any = None
         wanted = k_arena.dtype == torch.bfloat16 and env.read("GRANIKV_GLUON")
         if wanted and takes_gluon(shape, self.capability, triton.__version__):
-            from granikv.attention.kernels.cold_gluon import cold_gluon_attention
+            from granikv.attention.kernels import cold_gluon, hot_gluon
 
-            self._cold_gluon = cold_gluon_attention
+            self._hot_gluon, self._cold_gluon = hot_gluon, cold_gluon
         self._make_device_buffers()
         self.rope: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -105,7 +106,7 @@ class GpuAttention(PlanBuffers):
         self.o_partials = torch.zeros(states, heads, dim, device=self.device)
         self.lse_partials = torch.zeros(states, heads, device=self.device)
         self.out = torch.zeros(rows, heads, dim, dtype=self.dtype, device=self.device)
-        self._descriptors: dict[int, list[Any]] = {}
+        self._descriptors: dict[int | GluonTile, list[Any]] = {}  # by tokens of a block, or tile
         self._side = torch.cuda.Stream(self.device) if self.on_gpu else None
         self._fork = torch.cuda.Event() if self.on_gpu else None
         self._join = torch.cuda.Event() if self.on_gpu else None
@@ -115,22 +116,25 @@ class GpuAttention(PlanBuffers):
     def prepare(self, plan: StepPlan, layout: Layout | None = None, capture: bool = False) -> None:
         """PlanBuffers.prepare, and the descriptors that the layout's tiles load K and V by."""
         super().prepare(plan, layout, capture)
-        for tile in (self.layout.hot, self.layout.gemm):
-            if tile is not None and tile.tma:
-                self._make_descriptors(tile)
-
-    def _make_descriptors(self, tile: HotTile) -> None:
-        """Descriptors of every layer's K and V for the tile's blocks, once per block size."""
-        block_n = tile.fit(self.shape).block_n
-        if not takes_descriptors(tile, self.shape, self.capability):
+        tile = self.layout.hot_gluon
+        if tile is not None and self._hot_gluon is not None:
+            lengths = plan.hot_items[: plan.counts[Count.NUM_HOT_ITEMS], HotItem.KV_LEN]
+            if lengths.min(initial=tile.block_n) < tile.block_n:
+                expected = f"at least {tile.block_n} in layout {self.layout.name}"
+                raise InvalidArgument("hot_items' kv_len", int(lengths.min()), expected)
+            self._describe(tile, self._hot_gluon.hot_gluon_descriptor, tile.block_n)
             return
-        if block_n not in self._descriptors:
-            self._descriptors[block_n] = [
-                tuple(
-                    TensorDescriptor.from_tensor(x.flatten(1), [block_n, self.shape.head_dim])
-                    for x in (self.k_arena[layer], self.v_arena[layer])
-                )
-                for layer in range(self.k_arena.shape[0])
+        for hot in (self.layout.hot, self.layout.gemm):
+            if hot is not None and takes_descriptors(hot, self.shape, self.capability):
+                block_n = hot.fit(self.shape).block_n
+                self._describe(block_n, _descriptor, block_n)
+
+    def _describe(self, key: int | GluonTile, describe: Callable[..., Any], block_n: int) -> None:
+        """Descriptors of every layer's K and V, once per key."""
+        if key not in self._descriptors:
+            self._descriptors[key] = [
+                (describe(k, block_n), describe(v, block_n))
+                for k, v in zip(self.k_arena, self.v_arena, strict=True)
             ]
 
     # -- once per layer ------------------------------------------------------------------------
@@ -240,10 +244,21 @@ class GpuAttention(PlanBuffers):
         if self._cold_gluon is None or wanted is None or blocks < wanted * self.num_sms:
             cold_suffix_attention(**cold)
         else:
-            self._cold_gluon(**inputs, request_slots=self.request_slots, num_items=self.cold_grid)
+            self._cold_gluon.cold_gluon_attention(
+                **inputs, request_slots=self.request_slots, num_items=self.cold_grid,
+                max_registers=self.layout.gluon_registers,
+            )  # fmt: skip
 
     def _hot(self, layer: int, inputs: dict[str, Any], pdl: bool) -> None:
         layout = self.layout
+        if layout.hot_gluon is not None and self._hot_gluon is not None:
+            arenas = ("k_arena", "v_arena")
+            self._hot_gluon.hot_gluon_attention(
+                **{name: value for name, value in inputs.items() if name not in arenas},
+                descriptors=self._descriptors[layout.hot_gluon][layer],
+                tile=layout.hot_gluon, num_items=self.hot_grid,
+            )  # fmt: skip
+            return
         launches = [(layout.hot, EVERY_VARIANT)]
         if layout.gemm is not None:
             launches = [
@@ -256,6 +271,11 @@ class GpuAttention(PlanBuffers):
                 **inputs, descriptors=made[layer] if made else None, tile=tile,
                 num_items=self.hot_grid, num_row_tiles=self.row_tiles, variant=variant, pdl=pdl,
             )  # fmt: skip
+
+
+def _descriptor(arena: torch.Tensor, block_n: int) -> Any:
+    """Of K or V [capacity, Hkv, D], for blocks of block_n tokens of one head."""
+    return TensorDescriptor.from_tensor(arena.flatten(1), [block_n, arena.shape[2]])
 
 
 def _query_dtype(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:

@@ -20,6 +20,8 @@ from granikv.core import PLAN_FIELDS, Count, HotVariant, PlanCapacities, SpanKin
 from granikv.errors import InvalidArgument
 
 NOT_READ_HERE = ("row_token", "sample_rows", "slot_writes")
+# TensorRT's for every address of a network's input (setTensorAddress); the kernels want 16
+ADDRESS_ALIGNMENT_BYTES = 256
 
 
 class PlanBuffers:
@@ -44,9 +46,10 @@ class PlanBuffers:
         }
         sizes["extend_tiles"] = (rows + self.capacities.max_requests, 2)
         at, places = 0, {}
+        step = ADDRESS_ALIGNMENT_BYTES // 4
         for name, size in sizes.items():
             places[name] = (at, int(np.prod(size)), size)
-            at += -(-places[name][1] // 4) * 4  # 16-byte aligned, as the kernels are told
+            at += -(-places[name][1] // step) * step
         self._packed = torch.zeros(at, dtype=torch.int32, device=self.device)
         self.plan = {n: self._packed[a : a + c].view(s) for n, (a, c, s) in places.items()}
         # two staging buffers: one may still be on its way when the next step is prepared

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from granikv.attention.variants import AttentionShape, Layout, layouts_of
+from granikv.attention.variants import GLUON_WIDE, AttentionShape, Layout, layouts_of
 from granikv.core import ColdItem, HotItem, HotVariant
 from granikv.errors import InvalidArgument
 
@@ -22,6 +22,7 @@ MIN_COLD_TOKENS = 128  # below, a block's start-up (index, K, first product) is 
 MAX_CUTS = 256  # of one span
 CUTS = np.concatenate([np.arange(1, 65), np.arange(68, MAX_CUTS + 1, 4)])  # numbers tried
 SHORT_SHARE = 0.25  # HOT is "short" below this share of COLD's time
+DENSE_SHARE, EVEN_SHARE = 0.6, 1.3  # of COLD's time in HOT's, where all groups are large
 FLOP_PER_US_AND_SM = 500e6 / 132  # 500 TFLOP/s: what the HOT kernel reached on 132 SMs
 BYTES_PER_US_AND_SM = 4.1e6 / 132  # 4.1 TB/s
 
@@ -107,7 +108,12 @@ def choose_layout(
     if most > 128 and least <= 32:
         return layouts["mixed"], f"mixed: groups of {least} to {most} stacked rows"
     if most > 128:
-        return layouts["large"], f"large: {most} stacked rows, above 128"
+        share = cold_us / hot_us
+        name = "dense" if share <= DENSE_SHARE else "even" if share <= EVEN_SHARE else "large"
+        if groups.kv_len.min() < GLUON_WIDE.block_n:
+            name = "large"
+        reason = f"{name}: {most} stacked rows, above 128; COLD takes {share:.2f} of HOT's time"
+        return layouts[name], reason
     if most <= 64 and 3 * len(stacked) * shape.num_kv_heads >= num_sms:
         name = "many" if most <= 16 else "groups"
         return layouts[name], f"{name}: {len(stacked)} groups of at most {most} stacked rows"
@@ -177,6 +183,8 @@ def _hot_items(
     rows_per_tile = np.maximum(block_m // shape.group_size, 1)
     tiles = -(-num_rows // rows_per_tile)
     unit = layout.hot.fit(shape).block_n
+    if layout.hot_gluon is not None:  # with min_hot_tokens two units, no item is below one
+        unit = max(unit, layout.hot_gluon.block_n)
     tokens = coarser * cut_tokens(
         groups.kv_len,
         tiles * shape.num_kv_heads,

@@ -126,13 +126,29 @@ class MergeTile:
 
 
 @dataclass(frozen=True)
+class GluonTile:
+    """128 stacked rows by block_n tokens, of the Gluon HOT kernel.
+
+    Registers of a thread: of the two warpgroups that multiply, and of all 12 warps at launch. What
+    the launch leaves of a quarter SM's 16,384 is one COLD warp's: (512 - 3 launch) a thread.
+    """
+
+    block_n: int
+    num_stages: int
+    sum_registers: int
+    launch_registers: int
+
+
+@dataclass(frozen=True)
 class Layout:
     """How a decode step is launched, and the numbers by which the planner cuts its work.
 
     hot serves all HOT items, or with `gemm` set those of HotVariant.CASCADE only.
     one_launch: HOT and COLD items in one launch with the tile `hot`; else on two streams.
     hot_slots_per_sm: HOT blocks that an SM works on at a time; cold_slots_per_sm likewise.
-    gluon_blocks_per_sm: COLD blocks per SM of a step from which the Gluon kernel serves them.
+    hot_gluon: where the Gluon kernels are taken, HOT items have this tile and not `hot`.
+    gluon_blocks_per_sm: COLD blocks per SM of a step from which the Gluon kernel serves them, with at
+    most gluon_registers a thread.
     """
 
     name: str
@@ -145,7 +161,9 @@ class Layout:
     one_launch: bool = False
     cold_first: bool = False
     min_hot_tokens: int = 128
+    hot_gluon: GluonTile | None = None
     gluon_blocks_per_sm: float | None = None
+    gluon_registers: int | None = None
     max_cold_tokens: int = 2048  # one warp with 4096: 5% slower [64 rows of 16,384: 1,000 us, 954]
 
 
@@ -161,6 +179,8 @@ M32 = HotTile(32, 64, 3, 4)
 M64 = HotTile(64, 64, 3, 4, tma=True)
 M64_AHEAD = HotTile(64, 64, 3, 4, prefetch_tokens=256)
 M128 = HotTile(128, 64, 3, 8, max_registers=168, tma=True, prefetch_tokens=128)
+GLUON_WIDE = GluonTile(128, 3, sum_registers=192, launch_registers=136)
+GLUON_NARROW = GluonTile(64, 4, sum_registers=176, launch_registers=128)
 EXTEND = HotTile(128, 64, 3, 8)
 EXTEND_WIDE_HEAD = HotTile(64, 32, 2, 4)  # its loops share no buffers: 160 KB at head size 256
 # 20 KB and one warp, for the room beside HOT blocks [B=128 105 us; N16 117, N64 117, two warps 119]
@@ -181,6 +201,31 @@ LAYOUTS: dict[str, Layout] = {
         # five COLD blocks of the Gluon kernel fit beside M128, four of COLD_THIN [B=256 188.5 us
         # for 198.3, B=128 105.7 for 107.0; but B=64, of four COLD blocks per SM in all, 64.6 for 63.1]
         Layout("large", M128, COLD_THIN, MERGE, 1, 1, gluon_blocks_per_sm=6),
+        # In Gluon HOT alone takes 131 us of B=256 for 158. A wide tile is fastest where COLD is
+        # little [208 own tokens, B=64, 128, 256: 51.5, 82.3, 151 us, M128 54.5, 89.9, 165]; where
+        # COLD takes as long, it wants the registers [512 own: 62.9, 99.6, 184, M128 62.7, 104.8, 189].
+        Layout(
+            "dense",
+            M128,
+            COLD_THIN,
+            MERGE,
+            1,
+            1,
+            hot_gluon=GLUON_WIDE,
+            gluon_blocks_per_sm=0,
+            gluon_registers=104,
+        ),
+        Layout(
+            "even",
+            M128,
+            COLD_THIN,
+            MERGE,
+            1,
+            1,
+            min_hot_tokens=256,
+            hot_gluon=GLUON_NARROW,
+            gluon_blocks_per_sm=0,
+        ),
         # memory-bound HOT: two blocks per SM; COLD first, or it would wait for all of HOT
         Layout("groups", M64, COLD_PAIR, MERGE, 2, 4, cold_first=True),
         Layout("many", M16, COLD_THIN, MERGE, 4, 4),
@@ -190,17 +235,24 @@ LAYOUTS: dict[str, Layout] = {
     )
 }
 
-# FP8 KV: widening takes registers; the caps are the least without a spill.
-FP8_M64 = replace(M64, max_registers=168)
-FP8_M128 = replace(M128, max_registers=200)
+# FP8 KV: blocks are widened by way of shared memory, and a block of twice the tokens does that half
+# as often [8 groups 127 us for 167; B=128 150 for 173]. The cap is the least without a spill.
+FP8_M64 = HotTile(64, 128, 3, 4, tma=True)
+FP8_M16 = HotTile(16, 64, 2, 1)  # [64 groups 221 us; M16 233]
 FP8_THIN = replace(COLD_THIN, max_registers=168)
+FP8_DEEP = ColdTile(32, 6, 1)  # COLD alone [64 rows of 16,384: 556 us; FP8_THIN 632]
+_FP8_LARGE = replace(
+    LAYOUTS["large"], hot=FP8_M64, cold=FP8_THIN, hot_slots_per_sm=2, cold_first=True
+)
 FP8_LAYOUTS = LAYOUTS | {
-    "flat": replace(LAYOUTS["flat"], cold=FP8_THIN),
+    "flat": replace(LAYOUTS["flat"], cold=FP8_DEEP),
     "mid": replace(LAYOUTS["mid"], hot=FP8_M64, cold=FP8_THIN),
-    "large": replace(LAYOUTS["large"], hot=FP8_M128, cold=FP8_THIN),
+    "large": _FP8_LARGE,
+    "dense": replace(_FP8_LARGE, name="dense"),
+    "even": replace(_FP8_LARGE, name="even"),
     "groups": replace(LAYOUTS["groups"], hot=FP8_M64),
-    "many": replace(LAYOUTS["many"], cold=FP8_THIN),
-    "mixed": replace(LAYOUTS["mixed"], cold=FP8_THIN, gemm=FP8_M128),
+    "many": replace(LAYOUTS["many"], hot=FP8_M16, cold=FP8_THIN),
+    "mixed": replace(LAYOUTS["mixed"], cold=FP8_THIN, gemm=FP8_M64),
 }
 
 

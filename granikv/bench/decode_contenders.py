@@ -59,6 +59,7 @@ class EngineContender:
         if variant is not None:
             self.engine.dispatcher = FixedDispatcher(self.engine, variant)
         self.vocab_size = self.engine.model_config.vocab_size
+        self.on_gpu = getattr(self.engine.executor, "on_gpu", False)
         self.dtype = self.engine.config.dtype
         self._next_id = 0
         self._answers: dict[str, list[int]] = {}

@@ -21,6 +21,7 @@ from granikv.models.gguf_loader import GGUFFile, GGUFWeights, gguf_config
 from granikv.models.weights import read_hf_config, shard_paths
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FP8_DTYPES = {"F8_E4M3": torch.float8_e4m3fn}
 _MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
 
 
@@ -32,24 +33,29 @@ class Checkpoint(Protocol):
         """Raises ModelFileError unless the tensor is there with this shape."""
 
     def rows(self, name: str, first: int, count: int) -> torch.Tensor:
-        """Rows [first, first + count) in the file's dtype, or float32 for a quantised one."""
+        """Rows [first, first + count) in the file's dtype, or float32 for a GGUF file's."""
+
+    def find(self, name: str) -> torch.Tensor | None:
+        """A small tensor beside a weight, or None."""
 
     def fingerprint(self) -> str:
         """Hex digest that changes when the files do: names, sizes, times, headers."""
 
 
-def open_checkpoint(path: str | Path | None) -> Checkpoint:
+def open_checkpoint(path: str | Path | None, fp8: bool = False) -> Checkpoint:
     """A Hugging Face folder, a GGUF file, or (None) the embedded model.
 
-    Raises ModelFileError (missing, truncated, corrupt) or Unsupported.
+    fp8: whether the caller knows what to do with FP8 weights. Raises ModelFileError (missing,
+    truncated, corrupt) or Unsupported.
     """
     path = find_model(path)
-    return HFCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path)
+    return HFCheckpoint(path, fp8) if path.is_dir() else GGUFCheckpoint(path)
 
 
 class HFCheckpoint:
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, fp8: bool = False):
         self.folder, self.config = folder, read_hf_config(folder)
+        self._dtypes = _DTYPES | (_FP8_DTYPES if fp8 else {})
         self.rope_divisors: torch.Tensor | None = None
         self._paths = shard_paths(folder)
         self._digest = hashlib.sha256((folder / "config.json").read_bytes())
@@ -73,11 +79,12 @@ class HFCheckpoint:
             header.pop("__metadata__", None)
             for name, entry in header.items():
                 first, last = entry["data_offsets"]
-                dtype = _DTYPES.get(entry["dtype"])
+                dtype = self._dtypes.get(entry["dtype"])
                 shape = tuple(entry["shape"])
                 if dtype is None:
                     raise Unsupported(
-                        f"{path}: {name}: expected one of {sorted(_DTYPES)}, got {entry['dtype']}"
+                        f"{path}: {name}: expected one of {sorted(self._dtypes)}, got "
+                        f"{entry['dtype']}; start from a checkpoint that is not quantised"
                     )
                 if last - first != torch.Size(shape).numel() * dtype.itemsize:
                     raise ModelFileError(f"{truncated}: {name}: {last - first} bytes")
@@ -110,6 +117,12 @@ class HFCheckpoint:
                 done += got
         return torch.frombuffer(buffer, dtype=dtype).view(count, *shape[1:])
 
+    def find(self, name: str) -> torch.Tensor | None:
+        if name not in self._entries:
+            return None
+        shape = self._entries[name][2]
+        return self.rows(name, 0, shape[0] if shape else 1)
+
     def fingerprint(self) -> str:
         return self._digest.hexdigest()
 
@@ -126,6 +139,9 @@ class GGUFCheckpoint:
 
     def rows(self, name: str, first: int, count: int) -> torch.Tensor:
         return self._weights.rows(name, first, count)
+
+    def find(self, name: str) -> torch.Tensor | None:
+        return None  # what is quantised in this format has its scales in its blocks
 
     def fingerprint(self) -> str:
         stat = self.path.stat()

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
+from granikv.attention.plan_buffers import ADDRESS_ALIGNMENT_BYTES
 from granikv.config import ModelConfig
 from granikv.engines.build_worker import load_tensorrt
 from granikv.engines.manifest import RuntimeFacts
-from granikv.errors import ModelFileError, Unavailable
+from granikv.errors import InvalidArgument, ModelFileError, Unavailable
 
 NCCL_ID_BYTES = 128
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -52,7 +53,7 @@ class EngineRuntime(Protocol):
         """False: the engine was not built for it."""
 
     def set_tensor_address(self, name: str, address: int) -> bool:
-        """False: no such tensor."""
+        """False: no such tensor. Raises InvalidArgument for an address that is out of alignment."""
 
     def execute_async_v3(self, stream: int) -> bool:
         """Queue the network on a CUDA stream. False: it was refused."""
@@ -151,6 +152,10 @@ class TensorRTRuntime:
         return self._context.set_input_shape(name, shape)
 
     def set_tensor_address(self, name: str, address: int) -> bool:
+        # NvInferRuntime.h, IExecutionContext::setTensorAddress: "at least 256-byte alignment"
+        if address % ADDRESS_ALIGNMENT_BYTES:
+            expected = f"a device address of {ADDRESS_ALIGNMENT_BYTES}-byte alignment"
+            raise InvalidArgument(name, address, expected)
         return self._context.set_tensor_address(name, address)
 
     def execute_async_v3(self, stream: int) -> bool:

@@ -20,7 +20,7 @@ def resolve_device(config: EngineConfig) -> EngineConfig:
     """`config` with device and dtype decided: "auto" is the GPU where there is one, in bfloat16.
 
     Raises Unavailable for device "cuda" without a GPU, InvalidArgument for an unknown name, a
-    dtype or a kv_cache_dtype that the device does not serve.
+    dtype, a kv_cache_dtype or a quantization that the device does not serve.
     """
     import torch
 
@@ -39,21 +39,27 @@ def resolve_device(config: EngineConfig) -> EngineConfig:
     if dtype not in DTYPES[device]:
         raise InvalidArgument("dtype", dtype, f"one of {('auto', *DTYPES[device])} on {device}")
     if config.fp8_kv:
-        _check_fp8_kv(config.kv_cache_dtype, device)
+        needs = "'auto' here: FP8 KV needs a GPU of compute capability"
+        _check_fp8("kv_cache_dtype", config.kv_cache_dtype, needs, device)
+    if config.quantization is not None and device == "cuda":
+        needs = "None and a 16-bit checkpoint: FP8 weights need compute capability"
+        _check_fp8("quantization", config.quantization, needs, device)
+        if dtype != "bfloat16":
+            expected = f"'bfloat16' or 'auto', with quantization={config.quantization!r}"
+            raise InvalidArgument("dtype", dtype, expected)
     return dataclasses.replace(config, device=device, dtype=dtype)
 
 
-def _check_fp8_kv(name: str, device: str) -> None:
-    """Raises InvalidArgument where FP8 cannot be converted by the device."""
+def _check_fp8(field: str, value: str, needs: str, device: str) -> None:
+    """Raises InvalidArgument where FP8 is nothing that the device converts and multiplies."""
     import torch
 
-    least = f"{FIRST_WITH_FP8 // 10}.{FIRST_WITH_FP8 % 10}"
-    needs = f"'auto' here: FP8 KV needs a GPU of compute capability {least} or newer"
+    needs = f"{needs} {FIRST_WITH_FP8 // 10}.{FIRST_WITH_FP8 % 10} or newer"
     if device != "cuda":
-        raise InvalidArgument("kv_cache_dtype", name, f"{needs}, and this is device={device!r}")
+        raise InvalidArgument(field, value, f"{needs}, and this is device={device!r}")
     major, minor = torch.cuda.get_device_capability()
     if 10 * major + minor < FIRST_WITH_FP8:
-        raise InvalidArgument("kv_cache_dtype", name, f"{needs}, and this one has {major}.{minor}")
+        raise InvalidArgument(field, value, f"{needs}, and this one has {major}.{minor}")
 
 
 def make_executor(config: EngineConfig, decoder: Decoder, sampler: Sampler) -> Any:

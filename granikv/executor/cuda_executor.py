@@ -49,7 +49,7 @@ class CudaExecutor(DeviceExecutor):
         )
         self.buffers = self.attention
         rotary = decoder.rotary
-        self.attention.rope = (rotary.cos.to(self.device), rotary.sin.to(self.device))
+        self.attention.rope = (rotary.cos, rotary.sin)
         decoder.rope_in_attend = True
 
     def _forward(

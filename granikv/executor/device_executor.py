@@ -137,6 +137,7 @@ class DeviceExecutor(ABC):
     def _require_memory(self, arena_bytes: int, capacity_tokens: int) -> None:
         if not self.on_gpu:
             return
+        torch.cuda.empty_cache()  # what loading used in passing counts as free
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
         usable_bytes = int(0.95 * free_bytes) - 2**30  # workspace, activations, graphs
         if arena_bytes > usable_bytes:

@@ -7,6 +7,7 @@ It knows neither the scheduler nor the cache.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,8 @@ from granikv.core import Count, StepOutput, StepPlan
 from granikv.errors import InvalidArgument
 from granikv.executor.step_setup import apply_moves, take_rows
 from granikv.models.layers import RotaryTable
+
+log = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.9  # of the machine's
 SLOT_BYTES = 4  # int32
@@ -62,6 +65,12 @@ class TorchExecutor:
         if engine_config.fp8_kv:
             expected = "'auto' on the CPU: FP8 KV needs a GPU"
             raise InvalidArgument("kv_cache_dtype", engine_config.kv_cache_dtype, expected)
+        if engine_config.quantization is not None:
+            log.warning(
+                "quantization=%s: no FP8 products on this CPU; fp32 products of the FP8 values "
+                "give their results, no faster and in no less memory than fp32 weights",
+                engine_config.quantization,
+            )
         model = decoder.config
         if engine_config.num_threads:
             torch.set_num_threads(engine_config.num_threads)

@@ -11,11 +11,17 @@ from granikv.errors import ModelFileError
 from granikv.models.embedded import find_embedded
 from granikv.models.gguf_loader import GGUFFile, gguf_config, load_gguf
 from granikv.models.llama import Attend, Decoder
-from granikv.models.weights import ARCHITECTURES, check_hf_weights, load_hf, read_hf_config
+from granikv.models.weights import (
+    ARCHITECTURES,
+    check_hf_weights,
+    load_hf,
+    read_hf_config,
+    stores_fp8,
+)
 
 __all__ = [
     "ARCHITECTURES", "Attend", "Decoder", "check_weights", "find_model", "load_config",
-    "load_model",
+    "load_model", "stores_fp8",
 ]  # fmt: skip
 
 
@@ -23,14 +29,17 @@ def load_model(
     path: str | Path | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    quantization: str | None = None,
 ) -> Decoder:
     """Decoder of a GGUF file, of a Hugging Face folder, or (None) of the embedded model.
 
+    quantization: how projections of more bits become FP8, see EngineConfig; None: not at all.
     Raises ModelFileError for a missing, truncated, corrupt or unknown file, and Unsupported for
     a known setting that is not served.
     """
     path = find_model(path)
-    return Decoder(*(load_hf if path.is_dir() else load_gguf)(path, dtype), device)
+    load = load_hf if path.is_dir() else load_gguf
+    return Decoder(*load(path, dtype, device, quantization), device)
 
 
 def load_config(path: str | Path | None = None) -> ModelConfig:

@@ -19,6 +19,7 @@ from gguf.quants import dequantize
 
 from granikv.config import ModelConfig
 from granikv.errors import InvalidArgument, ModelFileError, Unsupported
+from granikv.models.fp8 import quantizing
 from granikv.models.weights import ARCHITECTURES, ModelWeights, build_weights, check_sliding_window
 
 GGUF_ARCHITECTURES = {
@@ -279,8 +280,13 @@ class GGUFWeights:
         return self.file.tensor("rope_freqs.weight")
 
 
-def load_gguf(path: Path, dtype: torch.dtype) -> tuple[ModelConfig, ModelWeights]:
-    """Configuration and dequantised weights of a GGUF file.
+def load_gguf(
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    quantization: str | None = None,
+) -> tuple[ModelConfig, ModelWeights]:
+    """Configuration and dequantised weights of a GGUF file; quantization: see load_model.
 
     Raises ModelFileError (missing, truncated, wrong shape) or Unsupported.
     """
@@ -292,6 +298,6 @@ def load_gguf(path: Path, dtype: torch.dtype) -> tuple[ModelConfig, ModelWeights
         source.check(name, shape)
         return source.rows(name).to(dtype)
 
-    weights = build_weights(config, get)
+    weights = build_weights(config, quantizing(get, quantization, device))
     weights.rope_divisors = source.rope_divisors()
     return config, weights

@@ -56,14 +56,16 @@ class RotaryTable:
         theta: float,
         scaling: dict | None = None,
         freq_divisors: torch.Tensor | None = None,
+        device: torch.device | str = "cpu",
     ):
-        """freq_divisors: float [head_dim / 2], the factors that a GGUF file carries, or None."""
+        """freq_divisors: float [head_dim / 2], the factors that a GGUF file carries, or None;
+        device: where positions are looked up."""
         inv_freq = rope_inv_freq(head_dim, theta, scaling)
         if freq_divisors is not None:
             inv_freq = inv_freq / freq_divisors.double()
         # float32 angles, as the reference implementations compute them
         angles = torch.outer(torch.arange(max_position).float(), inv_freq.float())
-        self.cos, self.sin = angles.cos(), angles.sin()
+        self.cos, self.sin = angles.cos().to(device), angles.sin().to(device)
 
     def lookup(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """positions int64 [T] -> (cos, sin), each [T, 1, head_dim].

@@ -6,8 +6,14 @@ which costs it half its rate at 4 to 16 rows. oneDNN keeps the weight in the lay
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+
+from granikv.models.fp8 import Fp8Input
+from granikv.models.fused import silu_mul
 
 # Rows that the layout is made for; measured from 1 to 512 rows, it is best or equal from 4 on.
 PACKED_ROWS = 32
@@ -34,6 +40,8 @@ def can_pack(weight: torch.Tensor) -> bool:
 class Linear:
     """x [T, N] -> x weight^T + bias [T, M]; weight [M, N], bias [M] or None."""
 
+    fp8_input = None  # rows are taken as they are
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
         self.bias = bias
         self.packed: torch.Tensor | None = None
@@ -48,8 +56,30 @@ class Linear:
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
+    def partial_sums(self, x: torch.Tensor) -> torch.Tensor:
+        """The product of a few rows as add_rms_norm takes it: [T, M], or fp32 parts [S, T, M]."""
+        if self._is_skinny(x):
+            return _skinny().partial_sums(x, self.weight)
+        return self(x)
+
+    def gated(self, x: torch.Tensor, fp8: Fp8Input | None = None) -> Any:
+        """weight [2 F, N], gate first: silu_mul of the product of a few rows, [T, F]."""
+        if fp8 is None and self._is_skinny(x):
+            return _skinny().gated(x, self.weight)
+        return silu_mul(self(x), fp8)
+
+    def _is_skinny(self, x: torch.Tensor) -> bool:
+        return x.is_cuda and self.bias is None and _skinny().takes(x, self.weight)
+
     def in_fp32(self, x: torch.Tensor) -> torch.Tensor:
         """The same in float32. On a GPU the product itself writes it, from its fp32 sums."""
         if self.weight is not None and self.bias is None and x.is_cuda and x.dtype in HALF:
             return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
         return self(x).float()
+
+
+@functools.cache
+def _skinny() -> Any:
+    from granikv.models import skinny  # needs triton, so only on a GPU
+
+    return skinny

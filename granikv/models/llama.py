@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from granikv.config import ModelConfig
+from granikv.models.fp8_linear import make_product
 from granikv.models.fused import add_rms_norm, silu_mul
 from granikv.models.layers import RotaryTable, apply_rope
 from granikv.models.linear import Linear
@@ -26,17 +27,17 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 class DecoderLayer:
     """One layer's weights, its products ready to run."""
 
-    def __init__(self, weights: LayerWeights, device: torch.device):
+    def __init__(self, weights: LayerWeights, device: torch.device, dtype: torch.dtype):
         def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else tensor.to(device)
 
         self.input_norm = weights.input_norm.to(device)
         self.post_norm = weights.post_norm.to(device)
         self.qk_norm = move(weights.qk_norm)
-        self.qkv = Linear(weights.qkv.to(device), move(weights.qkv_bias))
-        self.out = Linear(weights.out.to(device))
-        self.gate_up = Linear(weights.gate_up.to(device))
-        self.down = Linear(weights.down.to(device))
+        self.qkv = make_product(weights.qkv.to(device), move(weights.qkv_bias), dtype)
+        self.out = make_product(weights.out.to(device), None, dtype)
+        self.gate_up = make_product(weights.gate_up.to(device), None, dtype)
+        self.down = make_product(weights.down.to(device), None, dtype)
 
 
 class Decoder:
@@ -53,7 +54,7 @@ class Decoder:
         self.lm_head = Linear(self.embedding if tied else weights.lm_head.to(self.device))
         self.layers: list[DecoderLayer] = []
         while weights.layers:
-            self.layers.append(DecoderLayer(weights.layers.pop(0), self.device))
+            self.layers.append(DecoderLayer(weights.layers.pop(0), self.device, self.dtype))
         self.reduce: Reduce | None = None  # sums over tensor-parallel ranks, in place
         self.kv_scales = weights.kv_scales
         self.rope_in_attend = False  # attend rotates q and k itself, as it stores them
@@ -63,6 +64,7 @@ class Decoder:
             config.rope_theta,
             config.rope_scaling,
             weights.rope_divisors,
+            self.device,
         )
 
     @torch.inference_mode()
@@ -84,9 +86,11 @@ class Decoder:
         num_q, num_k = config.num_qo_heads, config.num_kv_heads
         cos_sin = None if self.rope_in_attend else self.rotary.lookup(positions, self.dtype)
         last = len(self.layers) - 1
+        # each row is sampled; ranks sum whole products
+        is_decode = sample_rows is None and self.reduce is None
         delta, x = self.embedding[token_ids], None
         for index, layer in enumerate(self.layers):
-            normed, x = add_rms_norm(delta, x, layer.input_norm, eps)
+            normed, x = add_rms_norm(delta, x, layer.input_norm, eps, layer.qkv.fp8_input)
             qkv = layer.qkv(normed).view(num_rows, -1, head_dim)
             qk, v = qkv[:, : num_q + num_k], qkv[:, num_q + num_k :]
             if layer.qk_norm is not None:
@@ -103,9 +107,13 @@ class Decoder:
                 out = attend(index, qk[:, :num_q], qk[:, num_q:], v)
             if index == last and sample_rows is not None:  # nobody reads the other rows any more
                 x, out = x[sample_rows], out[sample_rows]
-            delta = self._sum(layer.out(out))
-            normed, x = add_rms_norm(delta, x, layer.post_norm, eps)
-            delta = self._sum(layer.down(silu_mul(layer.gate_up(normed))))
+            delta = layer.out.partial_sums(out) if is_decode else self._sum(layer.out(out))
+            normed, x = add_rms_norm(delta, x, layer.post_norm, eps, layer.gate_up.fp8_input)
+            if is_decode:
+                delta = layer.down.partial_sums(layer.gate_up.gated(normed, layer.down.fp8_input))
+            else:
+                activated = silu_mul(layer.gate_up(normed), layer.down.fp8_input)
+                delta = self._sum(layer.down(activated))
         normed, _ = add_rms_norm(delta, x, self.final_norm, eps)
         return self.lm_head.in_fp32(normed)
 

@@ -13,6 +13,7 @@ from zlib import crc32
 import torch
 
 from granikv.config import ModelConfig
+from granikv.models.fp8 import quantizing
 from granikv.models.llama import Decoder
 from granikv.models.weights import build_weights, read_hf_config
 
@@ -28,13 +29,16 @@ def load_random(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    quantization: str | None = None,
 ) -> Decoder:
     """Decoder with the shape of a Hugging Face config.json (the file or its folder).
 
+    quantization: see load_model.
     Raises ModelFileError for a missing or unusable file.
     """
     config = read_shape(config_path)
-    return Decoder(config, build_weights(config, random_tensors(dtype, device, seed)), device)
+    get = quantizing(random_tensors(dtype, device, seed), quantization, device)
+    return Decoder(config, build_weights(config, get), device)
 
 
 def random_tensors(

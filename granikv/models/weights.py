@@ -10,13 +10,16 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from granikv.config import ModelConfig
 from granikv.errors import InvalidArgument, ModelFileError, Unsupported
-from granikv.models.kv_scales import quantizes_kv_alone, read_kv_scales
+from granikv.models.fp8 import Weight, join_rows, quantizing
+from granikv.models.fp8_checkpoint import check_fp8_names, holds_fp8, read_fp8_weight
+from granikv.models.kv_scales import read_kv_scales
 from granikv.models.layers import rope_type
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -27,13 +30,13 @@ class LayerWeights:
     """Hq and Hkv are the head counts, D the head size, N hidden, F intermediate."""
 
     input_norm: torch.Tensor  # [N]
-    qkv: torch.Tensor  # [(Hq + 2 Hkv) * D, N]
+    qkv: Weight  # [(Hq + 2 Hkv) * D, N]
     qkv_bias: torch.Tensor | None  # [(Hq + 2 Hkv) * D]
     qk_norm: torch.Tensor | None  # [Hq + Hkv, D]: the q weight per q head, then the k weight
-    out: torch.Tensor  # [N, Hq * D]
+    out: Weight  # [N, Hq * D]
     post_norm: torch.Tensor  # [N]
-    gate_up: torch.Tensor  # [2 F, N]
-    down: torch.Tensor  # [N, F]
+    gate_up: Weight  # [2 F, N]
+    down: Weight  # [N, F]
 
 
 @dataclass
@@ -46,8 +49,9 @@ class ModelWeights:
     kv_scales: torch.Tensor | None = None  # fp32 [layers, 2]: of FP8 K and V; None: none stored
 
 
-def build_weights(config: ModelConfig, get: Callable[[str, tuple[int, ...]], torch.Tensor]) -> ModelWeights:  # fmt: skip
-    """Fused weights. get(name, shape) returns the tensor of a Hugging Face name, checked."""
+def build_weights(config: ModelConfig, get: Callable[[str, tuple[int, ...]], Any]) -> ModelWeights:
+    """Fused weights. get(name, shape) returns the tensor of a Hugging Face name, checked, or of a
+    layer's projection an Fp8Weight."""
     n, f, d = config.hidden_size, config.intermediate_size, config.head_dim
     rows = {
         "q": config.num_qo_heads * d,
@@ -71,13 +75,15 @@ def build_weights(config: ModelConfig, get: Callable[[str, tuple[int, ...]], tor
         layers.append(
             LayerWeights(
                 input_norm=get(prefix + "input_layernorm.weight", (n,)),
-                qkv=torch.cat([get(f"{attn}{x}_proj.weight", (r, n)) for x, r in rows.items()]),
+                qkv=join_rows(
+                    f"{attn}qkv", [get(f"{attn}{x}_proj.weight", (r, n)) for x, r in rows.items()]
+                ),
                 qkv_bias=bias,
                 qk_norm=qk_norm,
                 out=get(attn + "o_proj.weight", (n, rows["q"])),
                 post_norm=get(prefix + "post_attention_layernorm.weight", (n,)),
-                gate_up=torch.cat(
-                    [get(mlp + "gate_proj.weight", (f, n)), get(mlp + "up_proj.weight", (f, n))]
+                gate_up=join_rows(
+                    f"{mlp}gate_up", [get(f"{mlp}{x}_proj.weight", (f, n)) for x in ("gate", "up")]
                 ),
                 down=get(mlp + "down_proj.weight", (n, f)),
             )
@@ -137,12 +143,11 @@ def _window_of(raw: dict, architecture: str) -> int | None:
 def _refuse_unserved(raw: dict, architecture: str, where: Path) -> None:
     """Raises Unsupported for settings that would change the result and are not served."""
     rope = raw.get("rope_parameters") or {}
-    quantization = raw.get("quantization_config")
+    holds_fp8(raw.get("quantization_config"), where)
     unserved = {
         "hidden_act": raw.get("hidden_act", "silu") not in ("silu", "swish"),
         "mlp_bias": bool(raw.get("mlp_bias")),
         "attention_bias": bool(raw.get("attention_bias")) and architecture != "Qwen2ForCausalLM",
-        "quantization_config": quantization is not None and not quantizes_kv_alone(quantization),
         "partial_rotary_factor": float(
             raw.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
         )
@@ -233,30 +238,39 @@ class _Shards:
                 f"{self.folder}: expected the tensor {name} {list(shape)}: missing"
             )
         path, handle = self.file_of[name]
-        found = handle.get_slice(name).get_shape()
+        entry = handle.get_slice(name)
+        found = entry.get_shape()
         if tuple(found) != shape:
             raise ModelFileError(f"{path}: {name}: expected shape {list(shape)}, got {list(found)}")
+        check_fp8_names(name, entry.get_dtype(), self.file_of.__contains__)
         return torch.empty(shape, device="meta")
 
-    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor, in the model's dtype. Raises ModelFileError."""
+    def get(self, name: str, shape: tuple[int, ...]) -> Weight:
+        """The tensor, in the model's dtype unless it is FP8. Raises ModelFileError, Unsupported."""
         self.header(name, shape)
-        path, handle = self.file_of[name]
-        try:
-            return handle.get_tensor(name).to(self.dtype)
-        except (SafetensorError, OSError) as error:
-            raise ModelFileError(f"{path}: {name}: unreadable: {error}") from error
+        tensor = self._stored(name)
+        if tensor.dtype.itemsize == 1:
+            return read_fp8_weight(name, tensor, 0, shape[0], self.find)
+        return tensor.to(self.dtype)
+
+    def find(self, name: str) -> torch.Tensor | None:
+        """The tensor as it is stored, or None. Raises ModelFileError."""
+        return self._stored(name) if name in self.file_of else None
 
     def scalar(self, name: str) -> float:
         """The value of a tensor with one element. Raises ModelFileError."""
-        path, handle = self.file_of[name]
-        try:
-            value = handle.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ModelFileError(f"{path}: {name}: unreadable: {error}") from error
+        value = self._stored(name)
         if value.numel() != 1:
+            path, _ = self.file_of[name]
             raise ModelFileError(f"{path}: {name}: expected one value, got {list(value.shape)}")
         return float(value)
+
+    def _stored(self, name: str) -> torch.Tensor:
+        path, handle = self.file_of[name]
+        try:
+            return handle.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelFileError(f"{path}: {name}: unreadable: {error}") from error
 
 
 def check_hf_weights(folder: Path) -> None:
@@ -264,12 +278,23 @@ def check_hf_weights(folder: Path) -> None:
     build_weights(read_hf_config(folder), _Shards(folder, torch.float32).header)
 
 
-def load_hf(folder: Path, dtype: torch.dtype) -> tuple[ModelConfig, ModelWeights]:
-    """Configuration and weights of a Hugging Face folder.
+def stores_fp8(folder: Path) -> bool:
+    """Whether a Hugging Face folder has FP8 weights. Raises ModelFileError or Unsupported."""
+    path = folder / "config.json"
+    return holds_fp8(_read_json(path).get("quantization_config"), path)
+
+
+def load_hf(
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    quantization: str | None = None,
+) -> tuple[ModelConfig, ModelWeights]:
+    """Configuration and weights of a Hugging Face folder; quantization: see load_model.
 
     Raises ModelFileError (missing, truncated, wrong shape) or Unsupported.
     """
     config, shards = read_hf_config(folder), _Shards(folder, dtype)
-    weights = build_weights(config, shards.get)
+    weights = build_weights(config, quantizing(shards.get, quantization, device))
     weights.kv_scales = read_kv_scales(shards.file_of, shards.scalar, config.num_layers)
     return config, weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from granikv.config import EngineConfig
 from granikv.engine import Engine
 from granikv.engines.build import BuildSettings, build
 from granikv.engines.manifest import RuntimeFacts
+from granikv.engines.runtime import TensorRTRuntime
 from granikv.errors import EngineMismatch, InvalidArgument
 from granikv.executor.tensorrt_executor import TensorRTExecutor
 from granikv.executor.torch_executor import TorchExecutor
@@ -156,6 +158,23 @@ def test_a_refused_step_fails_its_requests(built):
         outs += engine.step()
     assert outs[-1].error is not None and "TensorRT" in str(outs[-1].error)
     engine.close()
+
+
+def test_tensors_lie_on_the_alignment_that_tensorrt_asks_for(built):
+    """Offsets in their allocations, of which a GPU's begin on 512 bytes."""
+    executor = make_executor(built)
+    tensors = [*executor.inputs.tensors.values(), executor.logits]
+    offsets = {x.storage_offset() * x.element_size() for x in tensors}
+    assert len(offsets) > 10 and all(offset % 256 == 0 for offset in offsets), sorted(offsets)
+    executor.close()
+
+
+def test_an_address_out_of_alignment_is_refused():
+    runtime = object.__new__(TensorRTRuntime)
+    runtime._context = SimpleNamespace(set_tensor_address=lambda name, address: True)
+    assert runtime.set_tensor_address("counts", 512)
+    with pytest.raises(InvalidArgument, match="counts: .* of 256-byte alignment, got 528"):
+        runtime.set_tensor_address("counts", 528)
 
 
 def test_the_largest_layout_of_a_plan_fits_the_engine(built):

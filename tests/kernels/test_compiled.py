@@ -22,13 +22,28 @@ from granikv.attention.kernels.cold import cold_build
 from granikv.attention.kernels.cold_gluon import cold_gluon_build
 from granikv.attention.kernels.extend import extend_build
 from granikv.attention.kernels.hot import hot_build
+from granikv.attention.kernels.hot_gluon import hot_gluon_build
 from granikv.attention.kernels.merge import merge_build
 from granikv.attention.kernels.small import small_build
 from granikv.attention.variants import FP8_LAYOUTS, LAYOUTS, AttentionShape, extend_tile
+from granikv.models import fused_kernels
 
 SHAPE = AttentionShape(32, 8, 128, 2)
 FP8_SHAPE = AttentionShape(32, 8, 128, 2, fp8_kv=True)
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+def usage(source: ASTSource, options: dict, folder: Path) -> tuple[int, int, int]:
+    """(registers, stack bytes, shared bytes) of a kernel for sm_90."""
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    printed = subprocess.run(
+        [CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True
+    ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", printed)
+    assert found, printed
+    return int(found[1]), int(found[2]), kernel.metadata.shared
 
 
 def compiled(build: KernelBuild, folder: Path) -> tuple[int, int, int]:
@@ -37,15 +52,7 @@ def compiled(build: KernelBuild, folder: Path) -> tuple[int, int, int]:
     source = kind(
         build.kernel, build.signature("bf16"), build.indexed_constants(), build.attributes()
     )
-    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(build.options))
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    usage = subprocess.run(
-        [CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True
-    ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
-    return int(found[1]), int(found[2]), kernel.metadata.shared
+    return usage(source, dict(build.options), folder)
 
 
 @pytest.mark.skipif(not CUOBJDUMP.exists(), reason="needs Triton's NVIDIA tools")
@@ -72,6 +79,20 @@ def test_five_gluon_cold_blocks_share_an_sm_with_hot(tmp_path):
     left = 65536 - registers * 32 * tile.num_warps
     assert left // (cold_registers * 32) >= 5, cold_registers
     assert hot_shared + 5 * cold_shared + 6 * 1024 <= 228 * 1024, (hot_shared, cold_shared)
+
+
+@pytest.mark.skipif(not CUOBJDUMP.exists(), reason="needs Triton's NVIDIA tools")
+@pytest.mark.parametrize("name", ["dense", "even"])
+def test_gluon_hot_leaves_each_quarter_sm_a_cold_warp(name, tmp_path):
+    """Registers belong to quarters of an SM: three warps of HOT and one of COLD in each."""
+    layout = LAYOUTS[name]
+    registers, stack, hot_shared = compiled(hot_gluon_build(SHAPE, layout.hot_gluon), tmp_path)
+    assert (registers, stack <= 64) == (layout.hot_gluon.launch_registers, True), (registers, stack)
+    build = cold_gluon_build(SHAPE, layout.gluon_registers)
+    cold_registers, stack, cold_shared = compiled(build, tmp_path)
+    assert stack == 0
+    assert 3 * registers + cold_registers <= 65536 // 4 // 32, (registers, cold_registers)
+    assert hot_shared + 4 * cold_shared + 5 * 1024 <= 228 * 1024, (hot_shared, cold_shared)
 
 
 @pytest.mark.skipif(not CUOBJDUMP.exists(), reason="needs Triton's NVIDIA tools")
@@ -108,3 +129,22 @@ def test_fp8_kernels_do_not_spill(name, tmp_path):
     _, stack, shared = compiled(fp8_builds()[name], tmp_path)
     assert stack == 0
     assert shared <= FP8_SHAPE.shared_memory_bytes
+
+
+@pytest.mark.skipif(not CUOBJDUMP.exists(), reason="needs Triton's NVIDIA tools")
+@pytest.mark.parametrize("width", [14336, 28672])
+def test_mlp_rows_become_fp8_in_registers(width, tmp_path):
+    """Of Llama-3.1-8B and, the widest, of 70B: a row is one block's."""
+    kernel, block = fused_kernels.silu_mul_kernel, triton.next_power_of_2(width)
+    pointers = {"gate_up_ptr": "*bf16", "out_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
+    constants = {
+        "fixed_scale": None, "fixed_inverse": None, "F": width, "BLOCK_F": block, "FP8": True,
+        "PDL": True, "INTERPRET": False,
+    }  # fmt: skip
+    source = ASTSource(
+        kernel,
+        {name: pointers.get(name, "constexpr") for name in kernel.arg_names},
+        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
+    )
+    options = {"num_warps": fused_kernels.silu_warps(block), "launch_pdl": True}
+    assert usage(source, options, tmp_path)[1] == 0

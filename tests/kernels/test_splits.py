@@ -31,7 +31,9 @@ LENS = (2048, 4096, 6144, 8192, 12288, 16384, 20480, 24576)
 CASES = {
     "small": [(16384, 8)],
     "mid": [(16384, 32)],
-    "large": [(16384, 256)],
+    "even": [(16384, 256)],  # COLD takes nearly as long as HOT
+    "dense": [(32768, 256)],
+    "large": [(4096, 256)],
     "groups": [(n, 16) for n in LENS],
     "many": [(4096, 4)] * 64,
     "short": [(512, 128)],
@@ -66,7 +68,7 @@ def test_layouts_and_coverage(name):
     assert (np.diff(split.cold_items[:, 3]) <= 0).all()
 
 
-@pytest.mark.parametrize("name", ["small", "mid", "large", "groups", "many"])
+@pytest.mark.parametrize("name", ["small", "mid", "dense", "even", "large", "groups", "many"])
 def test_hot_blocks_fill_the_machine_once(name):
     groups, spans, num_rows = make(CASES[name])
     split = plan_splits(groups, spans, num_rows, LLAMA, NUM_SMS, 16384)

@@ -150,7 +150,7 @@ def test_a_fixed_cascade_keeps_one_layout_on_a_gpu_and_flat_steps_keep_theirs():
     rows = np.arange(64, dtype=np.int32)
     engine = SimpleNamespace(dispatcher=SimpleNamespace(cutter=cutter, cost=None), cache=None)
     fixed = FixedDispatcher(engine, "cascade").cutter
-    assert cutter.cut(hot, rows, cold, 64).layout.name == "large"
+    assert cutter.cut(hot, rows, cold, 64).layout.name == "dense"
     assert fixed.cut(hot, rows, cold, 64).layout.name == "mid"
     assert fixed.cut(hot[:0], rows[:0], cold, 64).layout.name == "flat"
     assert FixedDispatcher(engine, "flat").cutter is cutter

@@ -49,6 +49,15 @@ void require(bool holds, Input input, nvinfer1::Dims const& dims,
                                 wanted + ", got " + text(dims));
 }
 
+// TensorRT's own tensors lie on 256 bytes; nothing says so of a plugin's, and the kernels need 16.
+void requireAligned(char const* kind, TensorSpec const& tensor, void const* pointer) {
+    auto const address = reinterpret_cast<uintptr_t>(pointer);
+    if (address % kPointerAlignment)
+        throw std::invalid_argument(std::string(kind) + " " + tensor.name +
+                                    ": expected an address of 16-byte alignment, got " +
+                                    std::to_string(address));
+}
+
 bool isEmpty(nvinfer1::Dims const& dims) {
     return std::any_of(dims.d, dims.d + dims.nbDims, [](int64_t d) { return d == 0; });
 }
@@ -256,12 +265,8 @@ LayerStep AttentionPlugin::readStep(PluginTensorDesc const* descs,
                                      &step.extend_tiles};
     static_assert(sizeof(pointers) / sizeof(*pointers) == kLaunchDims);
     for (int32_t i = 0; i < kLaunchDims; ++i) {
-        auto const address = reinterpret_cast<uintptr_t>(inputs[i]);
         *pointers[i] = inputs[i];
-        if (address % kPointerAlignment && !isEmpty(descs[i].dims))
-            throw std::invalid_argument(std::string("input ") + kInputs[i].name +
-                                        ": expected an address of 16-byte alignment, got " +
-                                        std::to_string(address));
+        if (!isEmpty(descs[i].dims)) requireAligned("input", kInputs[i], inputs[i]);
     }
     return step;
 }
@@ -294,6 +299,7 @@ int32_t AttentionPlugin::enqueue(PluginTensorDesc const* input_descs, PluginTens
         step.o_partials = base + places.o_partials;
         step.lse_partials = base + places.lse_partials;
         step.rotated_q = base + places.rotated_q;
+        requireAligned("output", kOutputs[kOut], outputs[kOut]);
         step.out = outputs[kOut];
         launchLayer(*arenas, step, side_.get(), stream);
         return 0;

@@ -5,11 +5,14 @@
 //   host LIBRARY run FOLDER ...                 a whole life with one step each; see run_step.h
 //   host LIBRARY reduce TYPE RANKS GIVEN ROWS   AllReduce of [ROWS, 32] built for RANKS ranks, with
 //                                               a communicator of GIVEN ranks (0: none), by address
+//   host LIBRARY reduce_alone TYPE ROWS FOLDER  AllReduce with one rank's communicator;
+//   all_reduce.h
 //
 // Prints "key value" lines; exit status 1 with the reason on stderr.
 
 #include <iostream>
 
+#include "all_reduce.h"
 #include "plugin_life.h"
 #include "run_step.h"
 
@@ -98,10 +101,11 @@ void reduce(Library& library, nvinfer1::DataType type, std::string const& ranks,
     if (enqueue(*built) || enqueue(*attached)) throw std::runtime_error(errorsOf(library));
 }
 
-void runStep(Library& library, std::string const& folder) {
-    Step step(library, folder);
+// Adds what the library logged to an error of body.
+template <typename Body>
+void explained(Library& library, std::string const& folder, Body&& body) {
     try {
-        step.run();
+        body();
     } catch (std::exception const& error) {
         throw std::runtime_error(folder + ": " + error.what() + ": " + errorsOf(library));
     }
@@ -124,10 +128,18 @@ int main(int count, char** arguments) {
         } else if (what == "create" && count >= 4) {
             createOnly(library, arguments[3], count - 4, arguments + 4);
         } else if (what == "run" && count >= 4) {
-            for (int i = 3; i < count; ++i) runStep(library, arguments[i]);
+            for (int i = 3; i < count; ++i) {
+                Step step(library, arguments[i]);
+                explained(library, arguments[i], [&] { step.run(); });
+            }
         } else if (what == "reduce" && count == 7) {
             reduce(library, typeNamed(arguments[3]), arguments[4], std::stoi(arguments[5]),
                    std::stoll(arguments[6]));
+        } else if (what == "reduce_alone" && count == 6) {
+            explained(library, arguments[5], [&] {
+                reduceAlone(library, typeNamed(arguments[3]), std::stoll(arguments[4]),
+                            arguments[5]);
+            });
         } else {
             throw std::runtime_error("unknown command " + what);
         }

@@ -4,7 +4,8 @@
 //     field NAME VALUE                 plugin fields, as `host create` takes them
 //     element bf16|fp16|fp32   layer N   num_layers N   capacity N   binding N   max_rows N
 //     num_qo_heads N   num_kv_heads N   head_dim N
-//     workspace_offset N               bytes by which the workspace is out of alignment
+//     workspace_offset N               bytes by which the workspace is out of alignment;
+//     qkv_offset N   out_offset N      likewise an input and the output
 //     bind 0|1                         0: the arenas are not bound before the step
 //     time N                           measure N enqueues afterwards (output: enqueue_us, median)
 //     tensor INDEX RANK D0 D1 ... FILE|-
@@ -14,12 +15,11 @@
 
 #include <algorithm>
 #include <chrono>
-#include <fstream>
 #include <iostream>
-#include <iterator>
 #include <sstream>
 
 #include "device.h"
+#include "files.h"
 #include "plugin_io.h"
 #include "plugin_life.h"
 
@@ -51,7 +51,7 @@ public:
         CUdeviceptr const workspace = device.allocate(workspace_bytes);
         void* const place = reinterpret_cast<void*>(workspace + numbers_["workspace_offset"]);
         auto const enqueue = [&] {
-            void* outputs[] = {reinterpret_cast<void*>(out_)};
+            void* outputs[] = {reinterpret_cast<void*>(out_ + numbers_["out_offset"])};
             require(runtime.enqueue(descs_.data(), &out_desc_, pointers_.data(), outputs, place,
                                     device.stream) == 0,
                     "enqueue");
@@ -91,16 +91,8 @@ private:
         std::cout << "enqueue_us " << microseconds[microseconds.size() / 2] << '\n';
     }
 
-    static void require(bool holds, char const* what) {
-        if (!holds) throw std::runtime_error(what);
-    }
-    static std::string readFile(std::string const& path) {
-        std::ifstream file(path, std::ios::binary);
-        if (!file) throw std::runtime_error("cannot read " + path);
-        return {std::istreambuf_iterator<char>(file), {}};
-    }
     void write(char const* name, std::string const& bytes) {
-        std::ofstream(folder_ + "/" + name, std::ios::binary) << bytes;
+        writeFile(folder_ + "/" + name, bytes);
     }
     nvinfer1::DataType typeOf(granikv::Type type) const {
         if (type == granikv::Type::kFloat) return nvinfer1::DataType::kFLOAT;
@@ -188,6 +180,8 @@ private:
     void upload(Device& device) {
         for (auto const& bytes : inputs_)
             pointers_.push_back(reinterpret_cast<void const*>(device.upload(bytes)));
+        auto const* qkv = static_cast<char const*>(pointers_[granikv::kQkv]);
+        pointers_[granikv::kQkv] = qkv + numbers_["qkv_offset"];
         out_bytes_ = size_t(out_desc_.dims.d[0]) * out_desc_.dims.d[1] * elementBytes();
         out_ = device.allocate(out_bytes_);
         std::string const k = readFile(folder_ + "/k.bin"), v = readFile(folder_ + "/v.bin");

@@ -13,14 +13,16 @@ import triton
 import triton.language as tl
 
 from granikv.attention.kernels.build import KernelBuild, scale_arguments, scales_of
-from granikv.attention.kernels.common import INTERPRET, start_dependents, wait_for_previous
+from granikv.attention.kernels.common import (
+    INTERPRET,
+    start_dependents,
+    to_e4m3,
+    wait_for_previous,
+)
 from granikv.attention.variants import AttentionShape
 from granikv.core import Count
 
 _NUM_ROWS = tl.constexpr(int(Count.NUM_ROWS))
-_FP8_MAX = tl.constexpr(448.0)  # of e4m3, which has no infinity
-_FP8_LEAST_NORMAL = tl.constexpr(2.0**-6)
-_FP8_TO_STEP = tl.constexpr(1.5 * 2.0**14)  # x + this - this: x in steps of 2**-9, below 2**-6
 
 
 @triton.jit
@@ -35,14 +37,7 @@ def _stored(x, inverse_scale, dtype: tl.constexpr, INTERPRET: tl.constexpr):
     if inverse_scale is None:
         return x.to(dtype)
     else:
-        x = x.to(tl.float32) * inverse_scale
-        x = tl.clamp(x, -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-        if INTERPRET:  # whose own conversion drops the carry of a rounded mantissa
-            bits = x.to(tl.int32, bitcast=True)
-            bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-            small = x + _FP8_TO_STEP - _FP8_TO_STEP
-            x = tl.where(tl.abs(x) < _FP8_LEAST_NORMAL, small, bits.to(tl.float32, bitcast=True))
-        return x.to(dtype)
+        return to_e4m3(x.to(tl.float32) * inverse_scale, INTERPRET)
 
 
 @triton.jit(do_not_specialize=["k_stride", "v_stride", "q_stride", "q_out_stride"])

@@ -140,8 +140,8 @@ def cold_gluon_kernel(
 
 
 @lru_cache(maxsize=64)
-def cold_gluon_build(shape: AttentionShape) -> KernelBuild:
-    """The kernel for these heads; see variants.takes_gluon."""
+def cold_gluon_build(shape: AttentionShape, max_registers: int | None = None) -> KernelBuild:
+    """The kernel for these heads; see variants.takes_gluon. It spills below 104 registers."""
     plan = ["counts_ptr", "cold_items_ptr", "row_position_ptr", "row_request_ptr"]
     return KernelBuild(
         cold_gluon_kernel,
@@ -158,7 +158,7 @@ def cold_gluon_build(shape: AttentionShape) -> KernelBuild:
             "D": shape.head_dim,
             "BLOCK_N": KEYS_FIRST_TOKENS,
         },
-        {"num_warps": 1},
+        {"num_warps": 1, "maxnreg": max_registers},
     )
 
 
@@ -174,11 +174,12 @@ def cold_gluon_attention(
     *,
     shape: AttentionShape,
     num_items: int,
+    max_registers: int | None = None,
 ) -> None:
     """cold.cold_suffix_attention without its choices of tile: the same arguments and results."""
     if num_items == 0:
         return
-    cold_gluon_build(shape).launch(
+    cold_gluon_build(shape, max_registers).launch(
         (num_items * shape.num_kv_heads,),
         q, k_arena, v_arena, o_partials, lse_partials, plan["counts"], plan["cold_items"],
         plan["row_position"], plan["row_request"], request_slots,

@@ -14,6 +14,9 @@ INTERPRET: bool = bool(knobs.runtime.interpret)
 
 KIND_RUN = tl.constexpr(0)  # SpanKind.RUN
 FP16_MAX = tl.constexpr(65504.0)
+FP8_MAX = tl.constexpr(448.0)  # of e4m3, which has no infinity
+FP8_LEAST_NORMAL = tl.constexpr(2.0**-6)
+FP8_TO_STEP = tl.constexpr(1.5 * 2.0**14)  # x + this - this: x in steps of 2**-9, below 2**-6
 LOG2_E = 1.4426950408889634
 
 
@@ -69,6 +72,18 @@ def values(v, dtype: tl.constexpr, INTERPRET: tl.constexpr):
             is_pure=False,
             pack=4,
         )
+
+
+@triton.jit
+def to_e4m3(x, INTERPRET: tl.constexpr):
+    """x in fp32 as e4m3, saturated and rounded to even; NaN stays NaN."""
+    x = tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    if INTERPRET:  # whose own conversion drops the carry of a rounded mantissa
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+        small = x + FP8_TO_STEP - FP8_TO_STEP
+        x = tl.where(tl.abs(x) < FP8_LEAST_NORMAL, small, bits.to(tl.float32, bitcast=True))
+    return x.to(tl.float8e4nv)
 
 
 @triton.jit
