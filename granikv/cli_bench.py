@@ -137,8 +137,8 @@ def bench_decode(
     contender: Annotated[
         list[str] | None,
         typer.Option(
-            help="Beside uniform paging; may be repeated: flat-extents, no-dispatcher, vllm-default "
-            "or vllm-cascade. Absent: vLLM's two, where it is installed and can read the model."
+            help="flat-extents, no-dispatcher, vllm-default or vllm-cascade, beside uniform-paging; may "
+            "be repeated. Absent: vLLM's two, where it is installed and can read the model."
         ),
     ] = None,
     plot: Annotated[
@@ -161,7 +161,7 @@ def bench_decode(
         )
         from granikv.bench.decode_plot import check_waterfall, plot_waterfall
         from granikv.bench.report import show_progress
-        from granikv.bench.vllm_contender import default_contenders
+        from granikv.bench.vllm_contender import choose_contenders
 
         workloads = gpu_workloads() if random_weights else standard_workloads()
         workloads = choose_workloads(workloads, case or [])
@@ -169,7 +169,7 @@ def bench_decode(
             workloads = [shared(size, prefix_len, suffix_len) for size in batch]
         transformers = transformers and not random_weights
         model, extra = shape_or_model(random_weights, model, both_layouts(settings))
-        others = default_contenders(model) if contender is None else contender
+        others = choose_contenders(contender, model)
         if plot:
             check_waterfall(others, json_file)
         with show_progress("decode") as progress:

@@ -86,7 +86,7 @@ def bench_poisson(
     contender: Annotated[
         list[str] | None,
         typer.Option(
-            help="Beside uniform paging: vllm-default or vllm-cascade; may be repeated. Absent: both, "
+            help="vllm-default or vllm-cascade, beside uniform-paging; may be repeated. Absent: both, "
             "where vLLM is installed and can read the model."
         ),
     ] = None,
@@ -100,7 +100,7 @@ def bench_poisson(
         from granikv.bench.arrivals import make_arrivals, read_arrivals, write_arrivals
         from granikv.bench.poisson import PoissonConfig, run_poisson_bench
         from granikv.bench.report import show_progress
-        from granikv.bench.vllm_contender import default_contenders
+        from granikv.bench.vllm_contender import choose_contenders
         from granikv.outputs import check_output_file
 
         if arrivals is not None and arrivals.is_file():
@@ -113,7 +113,7 @@ def bench_poisson(
                 write_arrivals(requests, arrivals)
         config = PoissonConfig(tuple(load or PoissonConfig.loads), slo_ttft_ms, slo_itl_ms)
         model, extra = shape_or_model(random_weights, model, both_layouts(settings))
-        others = default_contenders(model) if contender is None else contender
+        others = choose_contenders(contender, model)
         with show_progress("poisson") as progress:
             cases = run_poisson_bench(requests, config, model, extra, others, progress)
         finish(cases, "Poisson", json_file)

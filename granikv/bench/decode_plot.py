@@ -27,6 +27,7 @@ NEEDED = STAGES[1:3]  # uniform paging and ours are always measured
 class Waterfall(NamedTuple):
     title: str
     step_ms: tuple[float, ...]  # of STAGES
+    ratio: float  # as the result file has it: of neighbours in time, not of these medians
 
 
 def check_waterfall(contenders: Sequence[str], json_file: Path | None) -> None:
@@ -41,14 +42,18 @@ def check_waterfall(contenders: Sequence[str], json_file: Path | None) -> None:
 def waterfalls(record: dict) -> list[Waterfall]:
     """One per workload whose stages were all measured, in the file's order."""
     found: dict[str, dict[str, float]] = {}
+    ratios: dict[str, float] = {}
     for entry in record["cases"]:
         if entry["metrics"].get("contender") != STAGES[-1]:
             continue
-        stages = found.setdefault(f"{entry['case']}, B={entry['params']['batch']}", {})
+        title = f"{entry['case']}, B={entry['params']['batch']}"
+        stages = found.setdefault(title, {})
         stages[STAGES[-1]] = entry["metrics"]["step_ms"]
         stages[entry["baseline"]] = entry["baseline_metrics"]["step_ms"]
+        if entry["baseline"] == STAGES[0]:
+            ratios[title] = entry["ratio"]
     return [
-        Waterfall(title, tuple(stages[name] for name in STAGES))
+        Waterfall(title, tuple(stages[name] for name in STAGES), ratios[title])
         for title, stages in found.items()
         if set(STAGES) <= set(stages)
     ]
@@ -63,7 +68,7 @@ def plot_waterfall(record: dict, path: str | Path) -> None:
         raise InvalidArgument("result file", len(record["cases"]), f"cases with all of {STAGES}")
     columns = min(4, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(3.2 * columns, 3.0 * rows))
+    figure = Figure(figsize=(3.2 * columns, 3.0 * rows + 0.4))
     for index, panel in enumerate(panels):
         axis = figure.add_subplot(rows, columns, index + 1)
         first, last = panel.step_ms[0], panel.step_ms[-1]
@@ -77,9 +82,11 @@ def plot_waterfall(record: dict, path: str | Path) -> None:
             axis.text(x, bottom + height, label, ha="center", va="bottom", fontsize=7)
         names = [STAGES[0].replace("-", "\n"), *PARTS, "GraniKV"]
         axis.set_xticks(range(5), names, fontsize=7)
-        axis.set_title(f"{panel.title}: {first / last:.2f}x", fontsize=8)
+        axis.set_title(f"{panel.title}: {panel.ratio:.2f}x", fontsize=8)
         axis.set_ylabel("ms per step", fontsize=7)
-    figure.suptitle(f"Where the gain over uniform paging comes from ({record['gpu']})", fontsize=9)
+        axis.tick_params(axis="y", labelsize=7)
+        axis.margins(y=0.12)
+    figure.suptitle(f"Gain over uniform paging\n{record['gpu']}", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 

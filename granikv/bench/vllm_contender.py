@@ -41,10 +41,13 @@ def has_vllm() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
-def default_contenders(model: str | None) -> tuple[str, ...]:
-    """Both of vLLM where it is installed and can read the model, else none."""
+def choose_contenders(named: Sequence[str] | None, model: str | None) -> list[str]:
+    """Who runs beside GraniKV and uniform paging, which always runs: `uniform-paging` alone names
+    nobody else. None: both of vLLM where it is installed and can read the model."""
+    if named is not None:
+        return [name for name in named if name != "uniform-paging"]
     usable = model is not None and Path(model).is_dir() and has_vllm()
-    return VLLM if usable else ()
+    return list(VLLM) if usable else []
 
 
 def vllm_step_ms(

@@ -139,6 +139,7 @@ def test_fixed_contenders_have_no_choice_and_agree(tmp_path, monkeypatch):
         by_name["uniform-paging"], by_name["flat-extents"], by_name["no-dispatcher"],
         cases[0].metrics["step_ms"],
     )  # fmt: skip
+    assert panel.ratio == cases[2].ratio
 
 
 def test_a_fixed_cascade_keeps_one_layout_on_a_gpu_and_flat_steps_keep_theirs():
@@ -158,7 +159,7 @@ def test_a_fixed_cascade_keeps_one_layout_on_a_gpu_and_flat_steps_keep_theirs():
 def test_a_waterfall_is_drawn_of_workloads_with_all_stages(tmp_path):
     def entry(case, batch, baseline, ours, other):
         return {
-            "case": case, "params": {"batch": batch}, "baseline": baseline,
+            "case": case, "params": {"batch": batch}, "baseline": baseline, "ratio": other / 3,
             "metrics": {"step_ms": ours, "contender": "granikv"},
             "baseline_metrics": {"step_ms": other},
         }  # fmt: skip
@@ -167,7 +168,7 @@ def test_a_waterfall_is_drawn_of_workloads_with_all_stages(tmp_path):
     cases = [entry("long", 8, name, 2.0, ms) for name, ms in stages.items()]
     cases.append(entry("long", 16, "uniform-paging", 2.0, 8.0))
     record = {"gpu": "cpu", "cases": cases}
-    assert waterfalls(record) == [("long, B=8", (8.0, 9.0, 4.0, 2.0))]
+    assert waterfalls(record) == [("long, B=8", (8.0, 9.0, 4.0, 2.0), 8.0 / 3)]
     plot_waterfall(record, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(InvalidArgument, match="all of"):

@@ -11,7 +11,7 @@ import pytest
 
 from granikv.bench import decode as bench
 from granikv.bench import vllm_contender
-from granikv.bench.vllm_contender import default_contenders, run_worker, vllm_step_ms
+from granikv.bench.vllm_contender import choose_contenders, run_worker, vllm_step_ms
 from granikv.config import EngineConfig
 from granikv.errors import InvalidArgument, Unavailable
 
@@ -62,25 +62,28 @@ def test_a_step_is_the_difference_of_two_lengths_in_another_process(stand_in):
     config = EngineConfig(
         model=str(folder), random_weights=True, max_seq_len=40, max_num_batched_tokens=64
     )
-    (times,) = vllm_step_ms("vllm-cascade", [workload], 20, 2, config)
-    assert len(times) == 2 and all(8.5 < ms < 16 for ms in times)  # the longer answer alone: 18.7
+    (times,) = vllm_step_ms("vllm-cascade", [workload], 10, 1, config)
+    assert len(times) == 1 and 8.5 < times[0] < 20  # of the longer answer alone: 28
     arguments, *calls = map(json.loads, calls_file.read_text().splitlines())
     assert arguments["load_format"] == "dummy" and not arguments["disable_cascade_attn"]
     assert arguments["max_model_len"] == 56 and arguments["max_num_batched_tokens"] == 64
     assert [(n, len(ids)) for n, ids in calls[:2]] == [(1, 1), (1, 1)]  # prefixes, one by one
     assert {len(ids[0]) for _, ids in calls[:2]} == {8, 10}
-    assert [n for n, _ in calls[2:]] == 3 * [1, 16, 36]
-    assert calls[-1][1] == workload.prompts(1, 50)
+    assert [n for n, _ in calls[2:]] == 2 * [1, 16, 26]
+    assert calls[-1][1] == workload.prompts(0, 50)
 
 
 def test_vllm_takes_part_where_it_can_read_the_model(stand_in, monkeypatch):
     _, folder = stand_in
-    assert default_contenders(str(folder)) == ("vllm-default", "vllm-cascade")
-    assert default_contenders(None) == default_contenders(str(folder / "config.json")) == ()
+    assert choose_contenders(None, str(folder)) == ["vllm-default", "vllm-cascade"]
+    assert choose_contenders(None, None) == []
+    assert choose_contenders(None, str(folder / "config.json")) == []
+    assert choose_contenders(["uniform-paging"], str(folder)) == []
+    assert choose_contenders(["vllm-default", "x"], str(folder)) == ["vllm-default", "x"]
     with pytest.raises(InvalidArgument, match="GGUF"):
         vllm_step_ms("vllm-default", [bench.shared(1, 0, 4)], 2, 1, EngineConfig())
     monkeypatch.setattr(vllm_contender, "has_vllm", lambda: False)
-    assert default_contenders(str(folder)) == ()
+    assert choose_contenders(None, str(folder)) == []
     with pytest.raises(Unavailable, match="not installed"):
         run_worker({})
 
