@@ -13,24 +13,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from trtllm_plugin.header import programs_for
 from trtllm_plugin.native import cuda_include, tensorrt_include
-from trtllm_plugin.table import Heads, program
+from trtllm_plugin.table import Heads, Program, program
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = ROOT / "trtllm_plugin" / "tests"
 CACHE = ROOT / "out" / "plugin"
-if torch.cuda.is_available():
-    OUT = ROOT / "out" / "plugin-test-gpu"
-    ARCH = "{}{}".format(*torch.cuda.get_device_capability())
-    PROGRAMS = programs_for("smollm2-135m,llama-3.1-8b", "all", ARCH)
-else:
-    OUT = ROOT / "out" / "plugin-test"
-    PROGRAMS = programs_for("smollm2-135m", "bf16", "80,90,120")
+OUT = ROOT / "out" / ("plugin-test-gpu" if torch.cuda.is_available() else "plugin-test")
+
+
+def programs() -> list[Program]:
+    """What the tests' library has kernels for: this machine's GPU, or a few without one."""
+    from trtllm_plugin.header import programs_for  # it needs typer
+
+    if torch.cuda.is_available():
+        arch = "{}{}".format(*torch.cuda.get_device_capability())
+        return programs_for("smollm2-135m,llama-3.1-8b", "all", arch)
+    made = programs_for("smollm2-135m", "bf16", "80,90,120")
     # Llama-3.1-8B at tp 1, 2 and 4; the last where COLD has a Gluon kernel
     for num_qo_heads, capability in ((32, 80), (16, 80), (8, 90)):
         heads = Heads(num_qo_heads, num_qo_heads // 4, 128, "bf16")
-        PROGRAMS.append(program(heads, capability))
+        made.append(program(heads, capability))
+    return made
 
 
 def builder():
@@ -55,7 +59,7 @@ def library() -> Path:
         if made.exists():  # built elsewhere and brought here
             return made
         pytest.skip(f"building the plugin needs {', '.join(missing)}; or bring {made}")
-    return builder().build(PROGRAMS, OUT, cache=CACHE, progress=False)
+    return builder().build(programs(), OUT, cache=CACHE, progress=False)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import pytest
 
 from granikv.core import PLAN_FIELDS, Count
 from tests.kernels.support import ON_GPU
-from tests.plugin.conftest import CACHE, OUT, PROGRAMS, ROOT, builder
+from tests.plugin.conftest import CACHE, OUT, ROOT, builder, programs
 from tests.plugin.plugin_support import PLAN_INPUTS, prepared, run_host, write_step
 from tests.plugin.test_aot import STEPS
 from tests.plugin.test_launches import environment, known_kernels, step_of
@@ -326,7 +326,7 @@ def test_a_second_build_does_nothing(library):
     if not (library.parent / "generated").exists():
         pytest.skip("the library was built elsewhere")
     before = library.stat().st_mtime_ns
-    builder().build(PROGRAMS, OUT, cache=CACHE, progress=False)
+    builder().build(programs(), OUT, cache=CACHE, progress=False)
     assert library.stat().st_mtime_ns == before
 
 
