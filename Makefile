@@ -50,11 +50,11 @@ $(VENV)/.dev: $(VENV)/.ok
 	@$(PY) -c "import triton" 2>/dev/null || $(PIP) "$(TRITON)"
 	@touch $@
 
-# TensorRT-RTX for two tests of the plugin; without it they are skipped and say so.
+# TensorRT-RTX, whose builder makes engines without a GPU; without it tests are skipped and say so.
 $(VENV)/.plugin: $(VENV)/.dev
-	@echo "installing TensorRT-RTX (109 MB) for two tests of the plugin"
+	@echo "installing TensorRT-RTX (109 MB) for tests that build engines"
 	@$(PIP) --config-settings editable_mode=compat -c $(CONSTRAINTS) -e ".[plugin]" $(PIP_OPTIONS) \
-		|| echo "TensorRT-RTX cannot be installed here: two plugin tests will be skipped"
+		|| echo "TensorRT-RTX cannot be installed here: tests of engines will be skipped"
 	@touch $@
 
 ifneq ($(filter-out full short,$(DEMO)),)

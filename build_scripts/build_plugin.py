@@ -38,6 +38,7 @@ from trtllm_plugin.native import (  # noqa: E402
     cuda_include,
     tensorrt_include,
 )
+from trtllm_plugin.table import Program  # noqa: E402
 
 DEFAULT_OUT = ROOT / "out" / "plugin"
 
@@ -57,9 +58,7 @@ def load_and_check(library: Path) -> str:
 
 
 def build(
-    models: str,
-    elements: str,
-    arch: str,
+    programs: list[Program],
     out: Path,
     jobs: int = 0,
     tensorrt: Path | None = None,
@@ -67,7 +66,7 @@ def build(
     cache: Path | None = None,
     progress: bool = True,
 ) -> Path:
-    """The library. Raises GraniKVError with what to do."""
+    """The library with these kernels. Raises GraniKVError with what to do."""
     started, num_jobs = time.monotonic(), jobs or os.cpu_count() or 1
     cache = cache or out
 
@@ -77,7 +76,6 @@ def build(
 
     includes = [tensorrt_include(tensorrt, cache / "packages"), cuda_include(cuda)]
     say(f"headers: {', '.join(map(str, includes))}")
-    programs = programs_for(models, elements, arch)
     kernels = compile_all(programs, cache / "kernels", num_jobs, progress)
     header, blob = write_table(programs, kernels, out / "generated")
     say(f"table: {len(programs)} programs, {blob.stat().st_size / 2**20:.1f} MiB of cubins")
@@ -103,7 +101,8 @@ def main(
 ) -> None:
     """Build libgranikv_trt.so."""
     try:
-        build(models, elements, arch, out, jobs, tensorrt_include, cuda_include)
+        programs = programs_for(models, elements, arch)
+        build(programs, out, jobs, tensorrt_include, cuda_include)
     except GraniKVError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error

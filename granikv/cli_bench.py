@@ -238,6 +238,49 @@ def bench_attention(
             write_json(json_file, record | ({"commit": commit} if commit else {}))
 
 
+@bench.command("build")
+def bench_build(
+    plugin: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="GraniKV's plugin library.")
+    ] = None,
+    shape: Annotated[
+        str, typer.Option(metavar="CONFIG", help="Folder with a config.json, or llama-3.1-8b, ...")
+    ] = "llama-3.1-8b",
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model that is built.")] = 2,
+    vocab: Annotated[int, typer.Option(min=16, help="Its vocabulary.")] = 4096,
+    tp: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Tensor-parallel ranks; may be repeated. 1, 2 and 4 if absent."),
+    ] = None,
+    builder: Annotated[str, typer.Option(help="tensorrt or rtx.")] = "rtx",
+    compute_capability: Annotated[
+        list[str] | None,
+        typer.Option(help="For rtx without a GPU: like 8.9; may be repeated."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Builds of each kind, in turns.")] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """Build time of engines per rank, export included, against TensorRT's own for the network."""
+    with clear_errors():
+        from granikv.bench.build import BuildCase, run_build_bench
+        from granikv.bench.report import show_progress
+        from granikv.bench.shapes import find_shape
+        from granikv.errors import InvalidArgument
+
+        if builder not in ("tensorrt", "rtx"):
+            raise InvalidArgument("builder", builder, "tensorrt or rtx: engines are what is timed")
+        folder = find_shape(shape)
+        chosen = [
+            BuildCase(f"{layers}-layers-tp{size}", folder, layers, vocab, size)
+            for size in tp or (1, 2, 4)
+        ]
+        with show_progress("build") as say:
+            cases = run_build_bench(
+                chosen, plugin, builder, tuple(compute_capability or ()), rounds, say
+            )
+        _finish(cases, "Build, seconds per rank", json_file)
+
+
 @bench.command("serve")
 def bench_serve(
     agents: Annotated[int, typer.Option(min=1, help="Agents of each group.")] = 8,

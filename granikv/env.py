@@ -110,7 +110,8 @@ VARIABLES: dict[str, Variable] = {
         ),
         Variable(
             "GRANIKV_GLUON", _flag, True, "0 or 1",
-            "0: attention runs the portable kernels alone, also where a Gluon one is faster",
+            "0: the Torch executor's attention runs the portable kernels alone, also where a "
+            "Gluon one is faster",
         ),
     )
 }  # fmt: skip

@@ -19,9 +19,8 @@ from typing import Any
 
 from granikv.attention.kernels import build as kernel_build
 from granikv.errors import GraniKVError
-from trtllm_plugin.table import ARCHITECTURES, Job, Program
+from trtllm_plugin.table import ARCHITECTURES, PINNED_TRITON, Job, Program
 
-PINNED_TRITON = "3.6.0"  # the Makefile's; cubins are made with no other
 SIZES = {"p": 8, "i": 4, "f": 4, "l": 8, "m": 128}  # bytes of a parameter, by kind
 PTX_SIZES = {"u64": 8, "b64": 8, "s64": 8, "u32": 4, "b32": 4, "s32": 4, "f32": 4}
 
@@ -45,13 +44,15 @@ def compile_job(job: Job) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     if triton.__version__ != PINNED_TRITON:
         raise CompileError(f"triton: expected {PINNED_TRITON}, got {triton.__version__}")
     if triton.knobs.runtime.interpret:
         raise CompileError("TRITON_INTERPRET is set: unset it to compile kernels")
     build = job.build()
-    source = ASTSource(
+    kind = GluonASTSource if build.kernel.is_gluon() else ASTSource
+    source = kind(
         build.kernel, build.signature(job.element), build.indexed_constants(), build.attributes()
     )
     target = GPUTarget("cuda", job.capability, 32)

@@ -15,12 +15,13 @@ import typer
 
 from granikv.attention.variants import LAYOUTS
 from granikv.errors import GraniKVError
-from trtllm_plugin.aot import PINNED_TRITON, compile_all, source_hash
+from trtllm_plugin.aot import compile_all, source_hash
 from trtllm_plugin.table import (
     ARCHITECTURES,
     DEFAULT_ARCHITECTURES,
     ELEMENT_BYTES,
     MODELS,
+    PINNED_TRITON,
     Job,
     LayoutProgram,
     Program,
@@ -88,6 +89,7 @@ def _layout_row(part: LayoutProgram, index: dict[str, int]) -> str:
     cold = ", ".join(pair(jobs) for jobs in part.cold)
     return (
         f"            {{{pair(part.small)}, {pair(part.hot)}, {at(part.gemm)}, {{{cold}}}, "
+        f"{at(part.gluon)}, {float(part.layout.gluon_blocks_per_sm or 0)}f, "
         f"{pair(part.merge)}, {part.merge_heads}, {flags}}},  // {part.layout.name}\n"
     )
 

@@ -100,16 +100,17 @@ def build_library(
 ) -> tuple[Path, int]:
     """(out / libgranikv_trt.so, number of sources compiled) from the table's header and blob.
 
-    An object is kept under the hash of its source, all headers and the command.
+    An object is kept under the hash of its source, all headers and the command; only that of
+    kernel_table.cpp depends on the table.
     """
     objects.mkdir(parents=True, exist_ok=True)
     blob = (table / "granikv_cubins.bin").resolve()
-    base = [compiler(), *FLAGS.split(), f"-I{SOURCES}", f"-I{table}"]
+    base = [compiler(), *FLAGS.split(), f"-I{SOURCES}"]
     for folder in includes:
         base += ["-isystem", str(folder)]
     version = subprocess.run([base[0], "--version"], capture_output=True, text=True).stdout
     common = hashlib.sha256(f"{version} {' '.join(base)}".encode())
-    for header in [*sorted(SOURCES.glob("*.h")), table / "granikv_cubins.h"]:
+    for header in sorted(SOURCES.glob("*.h")):
         common.update(header.read_bytes())
     made: list[Path] = []
     todo: list[list[str]] = []
@@ -118,8 +119,8 @@ def build_library(
         digest.update(source.read_bytes())
         command = list(base)
         if source.stem == "kernel_table":
-            digest.update(blob.read_bytes())
-            command.append(f'-DGRANIKV_CUBIN_FILE="{blob}"')
+            digest.update((table / "granikv_cubins.h").read_bytes() + blob.read_bytes())
+            command += [f"-I{table}", f'-DGRANIKV_CUBIN_FILE="{blob}"']
         made.append(objects / f"{source.stem}-{digest.hexdigest()[:16]}.o")
         if not made[-1].exists():
             partial = made[-1].with_suffix(f".{os.getpid()}.part")

@@ -26,6 +26,7 @@ from granikv.attention.variants import (
     Layout,
     extend_tile,
     takes_descriptors,
+    takes_gluon,
 )
 from granikv.errors import InvalidArgument
 
@@ -41,6 +42,7 @@ ARCHITECTURES = {
     121: 99 * 1024,
 }
 DEFAULT_ARCHITECTURES = (80, 90, 100, 103, 120, 121)
+PINNED_TRITON = "3.6.0"  # the Makefile's; cubins are made with no other
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 TP_SIZES = (1, 2, 4)
 HALF = ("bf16", "fp16")
@@ -70,12 +72,21 @@ MODELS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "mistral-small-24b": (32, 8, 128, HALF),
 }
 
+
+def cold_gluon_build(shape: AttentionShape) -> KernelBuild:
+    """That of cold_gluon.py, imported where it is taken: its interface is the pinned Triton's."""
+    from granikv.attention.kernels import cold_gluon
+
+    return cold_gluon.cold_gluon_build(shape)
+
+
 BUILDERS = {
     function.__name__: function
     for function in (
         append_build,
         hot_build,
         cold_build,
+        cold_gluon_build,
         small_build,
         merge_build,
         extend_build,
@@ -129,7 +140,10 @@ class Job:
 
 @dataclass
 class LayoutProgram:
-    """The kernels of one layout: [dependent launch], and for COLD [has runs][dependent launch]."""
+    """The kernels of one layout: [dependent launch], and for COLD [has runs][dependent launch].
+
+    gluon: in the place of COLD beside HOT, from layout.gluon_blocks_per_sm on.
+    """
 
     layout: Layout
     merge_heads: int  # heads of a merge block
@@ -137,6 +151,7 @@ class LayoutProgram:
     hot: list[Job | None] = field(default_factory=lambda: [None, None])
     gemm: Job | None = None
     cold: list[list[Job | None]] = field(default_factory=lambda: [[None, None], [None, None]])
+    gluon: Job | None = None
     merge: list[Job | None] = field(default_factory=lambda: [None, None])
 
 
@@ -153,7 +168,8 @@ class Program:
     def jobs(self) -> list[Job]:
         found: list[Job | None] = [self.append, self.extend]
         for part in self.layouts:
-            found += [*part.small, *part.hot, part.gemm, *part.cold[0], *part.cold[1], *part.merge]
+            found += [*part.small, *part.hot, part.gemm, *part.cold[0], *part.cold[1], part.gluon]
+            found += part.merge
         return [job for job in found if job is not None]
 
 
@@ -205,6 +221,9 @@ def program(heads: Heads, capability: int) -> Program:
         if layout.gemm is not None:
             may_depend = [False]
             part.gemm = hot(layout.gemm, False)
+        has_gluon = heads.element == "bf16" and takes_gluon(shape, capability, PINNED_TRITON)
+        if has_gluon and layout.gluon_blocks_per_sm is not None:
+            part.gluon = job(cold_gluon_build, shape)
         for pdl in sorted(set(may_depend)):
             part.merge[pdl] = job(merge_build, shape, layout.merge, pdl)
             if not layout.one_launch:

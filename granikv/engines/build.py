@@ -19,6 +19,7 @@ from granikv.engines.builders import (
     RTX_COMPUTE_CAPABILITIES,
     BuildRequest,
     build_engine,
+    check_network,
     choose_builder,
     profile_of,
 )
@@ -194,16 +195,14 @@ def _build_engine(
     unknown = [x for x in capabilities if x not in RTX_COMPUTE_CAPABILITIES]
     if builder == "rtx" and unknown:
         raise InvalidArgument("compute capability", unknown[0], f"one of {RTX_COMPUTE_CAPABILITIES}")  # fmt: skip
+    table = export.engine_io(shard, limits, settings.dtype)
+    graph_file = settings.out / f"rank{shard.rank}.onnx"
     request = BuildRequest(
-        builder,
-        str(settings.out / f"rank{shard.rank}.onnx"),
-        str(path),
-        str(plugin),
-        profile_of(export.engine_io(shard, limits, settings.dtype)),
-        capabilities,
+        builder, str(graph_file), str(path), str(plugin), profile_of(table), capabilities
     )
     with progress(f"rank {shard.rank}: engine by {builder}", None):
         made = build_engine(request)
+    check_network(made, table)
     return [FileEntry(path.name, path.stat().st_size, file_hash(path))], made
 
 

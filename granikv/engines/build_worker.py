@@ -29,11 +29,13 @@ def load_tensorrt(builder: str) -> Any:
 
 
 def load_plugins(trt: Any, plugin: str) -> Callable[[], str]:
-    """A shared library with getCreators, or, for tests, a Python module `name:function`.
+    """A shared library with getCreators, or, for tests, a Python module `name:function`; or none, "".
 
     Returns what asks the library for its last error, which TensorRT's own message leaves out.
     Raises OSError or RuntimeError for a library that cannot be loaded.
     """
+    if not plugin:
+        return lambda: ""
     if not plugin.endswith(".so"):
         module, _, function = plugin.partition(":")
         getattr(importlib.import_module(module), function)(trt)
@@ -70,9 +72,11 @@ def build(request: dict) -> dict:
     if hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED"):  # types are the graph's
         flags = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = trt_builder.create_network(flags)
+    begin = time.monotonic()
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(request["onnx"]):
         raise failure(*(str(parser.get_error(i)) for i in range(parser.num_errors)))
+    parse_s = time.monotonic() - begin
     config = trt_builder.create_builder_config()
     profile = trt_builder.create_optimization_profile()
     for name, shapes in request["profile"].items():
@@ -90,14 +94,23 @@ def build(request: dict) -> dict:
     serialized = trt_builder.build_serialized_network(network, config)
     if serialized is None:
         raise failure()
+    build_s = time.monotonic() - begin
     with Path(request["engine"]).open("wb") as file:
         file.write(serialized)
     return {
         "version": trt.__version__,
         "compute_capabilities": capabilities or [own_capability()],
-        "build_s": round(time.monotonic() - begin, 2),
+        "parse_s": parse_s,
+        "build_s": build_s,
         "num_layers": network.num_layers,
+        "inputs": [_tensor(network.get_input(i)) for i in range(network.num_inputs)],
+        "outputs": [_tensor(network.get_output(i)) for i in range(network.num_outputs)],
     }
+
+
+def _tensor(tensor: Any) -> list:
+    """[name, dims (-1: dynamic), TensorRT's name of the type]"""
+    return [tensor.name, list(tensor.shape), tensor.dtype.name]
 
 
 def own_capability() -> str:

@@ -15,19 +15,21 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
-from granikv.engines.io import NETWORK_INPUTS, EngineIO
-from granikv.errors import InvalidArgument, Unavailable
+from granikv.engines.io import NETWORK_INPUTS, NETWORK_OUTPUTS, EngineIO
+from granikv.errors import EngineMismatch, InvalidArgument, Unavailable
 
 BUILDERS = ("auto", "tensorrt", "rtx", "none")
 RTX_COMPUTE_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0")
+TRT_TYPES = {"int32": "INT32", "float32": "FLOAT"}  # of DataType, by the table's names
 RTX_LIBRARY = "libtensorrt_rtx.so"  # its parser opens it by this name, without a version
 
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """Shapes are by input: {"min": [...], "opt": [...], "max": [...]}."""
+    """Shapes are by input: {"min": [...], "opt": [...], "max": [...]}. plugin: "" for none."""
 
     builder: str
     onnx: str
@@ -70,7 +72,8 @@ def choose_builder(name: str) -> tuple[str, str | None]:
 
 
 def build_engine(request: BuildRequest) -> dict:
-    """Writes the engine; returns version, compute_capabilities, build_s, num_layers.
+    """Writes the engine; returns version, compute_capabilities, parse_s and build_s (seconds in
+    TensorRT), num_layers, and inputs and outputs of the network as TensorRT has them.
 
     Raises Unavailable with what TensorRT said.
     """
@@ -82,6 +85,21 @@ def build_engine(request: BuildRequest) -> dict:
     finally:
         partial.unlink(missing_ok=True)
     return result
+
+
+def check_network(made: dict, io: EngineIO) -> None:
+    """Raises EngineMismatch unless the network that build_engine made has the table's tensors."""
+    for kind, specs in (("inputs", NETWORK_INPUTS), ("outputs", NETWORK_OUTPUTS)):
+        wanted = [
+            [s.name, [-1 if isinstance(d, str) else d for d in io.dims(s)], TRT_TYPES[s.dtype]]
+            for s in specs
+        ]
+        for expected, found in zip_longest(wanted, made[kind]):
+            if expected != found:
+                raise EngineMismatch(
+                    f"{kind} of the engine's network: expected {expected}, got {found}; graph and "
+                    "engine are of two versions of granikv: build again into another folder"
+                )
 
 
 def _run(request: dict, environ: dict[str, str], check: bool) -> dict:

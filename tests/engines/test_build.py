@@ -190,24 +190,3 @@ def test_rtx_builds_the_graph_with_twins_of_the_plugins(tmp_path, monkeypatch, a
     assert Path(names[1]).stat().st_size > 10_000 and not list(tmp_path.glob("*.partial"))
     with pytest.raises(Unavailable, match="9.0 is not one"):
         build_engine(BuildRequest("rtx", *names, "plugin_twin:register", profile, ["9.0"]))
-
-
-LIBRARY = ROOT / "out" / "plugin" / "libgranikv_trt.so"
-
-
-@needs_rtx
-@pytest.mark.skipif(not LIBRARY.is_file(), reason=f"{LIBRARY} is missing: build the plugin")
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_rtx_builds_engines_with_the_plugin_library(tmp_path, tp_size):
-    """Each rank has the embedded model's heads: every plugin library has kernels for them."""
-    heads = {"num_attention_heads": 9 * tp_size, "num_key_value_heads": 3 * tp_size}
-    path = make_tiny_hf(
-        tmp_path / "model", num_hidden_layers=2, hidden_size=144, head_dim=64, **heads
-    )
-    out = tmp_path / "out"
-    rtx = {"builder": "rtx", "plugin": LIBRARY, "compute_capabilities": ("8.9",)}
-    made = build(settings(path, out, tp_size=tp_size, dtype="bfloat16", **rtx))
-    assert made.builder == "rtx" and all(rank.engine for rank in made.ranks)
-    times = [(out / f"rank{r}.engine").stat().st_mtime_ns for r in range(tp_size)]
-    assert build(settings(path, out, tp_size=tp_size, dtype="bfloat16", **rtx)) == made
-    assert times == [(out / f"rank{r}.engine").stat().st_mtime_ns for r in range(tp_size)]

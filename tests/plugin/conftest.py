@@ -14,17 +14,27 @@ import pytest
 import torch
 
 from trtllm_plugin.native import cuda_include, tensorrt_include
+from trtllm_plugin.table import Heads, Program, program
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = ROOT / "trtllm_plugin" / "tests"
 CACHE = ROOT / "out" / "plugin"
-if torch.cuda.is_available():
-    OUT = ROOT / "out" / "plugin-test-gpu"
-    ARCH = "{}{}".format(*torch.cuda.get_device_capability())
-    MODELS, ELEMENTS = "smollm2-135m,llama-3.1-8b", "all"
-else:
-    OUT = ROOT / "out" / "plugin-test"
-    ARCH, MODELS, ELEMENTS = "80,90,120", "smollm2-135m", "bf16"
+OUT = ROOT / "out" / ("plugin-test-gpu" if torch.cuda.is_available() else "plugin-test")
+
+
+def programs() -> list[Program]:
+    """What the tests' library has kernels for: this machine's GPU, or a few without one."""
+    from trtllm_plugin.header import programs_for  # it needs typer
+
+    if torch.cuda.is_available():
+        arch = "{}{}".format(*torch.cuda.get_device_capability())
+        return programs_for("smollm2-135m,llama-3.1-8b", "all", arch)
+    made = programs_for("smollm2-135m", "bf16", "80,90,120")
+    # Llama-3.1-8B at tp 1, 2 and 4; the last where COLD has a Gluon kernel
+    for num_qo_heads, capability in ((32, 80), (16, 80), (8, 90)):
+        heads = Heads(num_qo_heads, num_qo_heads // 4, 128, "bf16")
+        made.append(program(heads, capability))
+    return made
 
 
 def builder():
@@ -49,7 +59,20 @@ def library() -> Path:
         if made.exists():  # built elsewhere and brought here
             return made
         pytest.skip(f"building the plugin needs {', '.join(missing)}; or bring {made}")
-    return builder().build(MODELS, ELEMENTS, ARCH, OUT, cache=CACHE, progress=False)
+    return builder().build(programs(), OUT, cache=CACHE, progress=False)
+
+
+@pytest.fixture(scope="session")
+def rtx() -> None:
+    """Skips without TensorRT-RTX."""
+    needed = ("tensorrt_rtx_bindings", "tensorrt_rtx_libs", "onnx")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(
+            f"not installed: {', '.join(missing)}; install with: "
+            ".venv/bin/python -m pip install -c build_scripts/constraints-cpu.txt -e '.[plugin]' "
+            "(109 MB), then run this test again"
+        )
 
 
 def compile_once(name: str, options: list[str], sources: list[Path]) -> Path:

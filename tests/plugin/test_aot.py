@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,14 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
+from granikv.attention.kernels.cold_gluon import cold_gluon_build
 from granikv.attention.variants import FP8_LAYOUTS, LAYOUTS
 from granikv.errors import InvalidArgument
 from tests.kernels.support import ON_GPU, Row, Step
+from tests.plugin.conftest import CACHE
 from tests.plugin.plugin_support import Launch, record
 from trtllm_plugin import aot, header
 from trtllm_plugin.table import (
@@ -67,7 +72,8 @@ def as_jit_sees(launch: Launch, capability: int):
     options, signature, constants, attributes = kernel._pack_args(
         backend, named, bound, specialization, options
     )
-    return ASTSource(kernel, signature, constants, attributes), options.__dict__
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    return kind(kernel, signature, constants, attributes), options.__dict__
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -93,25 +99,65 @@ def chosen(launches: list[Launch]) -> dict[str, Launch]:
     return {f"{x.build.name}, TMA={x.build.constants.get('TMA', '-')}": x for x in launches}
 
 
+def sections(cubin: bytes) -> dict[str, bytes]:
+    """Contents of an ELF file's sections by name, without notes: they have temporary files' names."""
+    (first,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, first + i * size) for i in range(count)]
+    texts = cubin[headers[names][4] :]
+    found = {
+        texts[name : texts.index(b"\0", name)].decode(): cubin[at : at + length]
+        for name, kind, _, _, at, length in headers
+        if kind != 8  # SHT_NOBITS: no bytes in the file
+    }
+    return {name: content for name, content in found.items() if not name.startswith(".note")}
+
+
 @pytest.mark.parametrize("capability", [80, 90])
-def test_ptx_of_both_builds_is_the_same(capability, monkeypatch, tmp_path):
+def test_the_librarys_cubins_are_the_jits(capability, library, monkeypatch, tmp_path):
+    """Machine code, constants and attributes of each kernel; of the first one the PTX as well."""
     heads = Heads(9, 3, 64, "bf16")
     launches = []
     for layout in ("small", "large", "many") if capability == 90 else ("large",):
         launches += record(step_of("extend", layout, heads), monkeypatch, capability=capability)
     picked = chosen(launches)
     assert len(picked) == (7 if capability == 90 else 5), sorted(picked)
-    jobs = {job.key: job for job in program(heads, capability).jobs()}
-    for name, launch in picked.items():
-        texts = []
-        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "jit"))
+    if capability == 90:
+        cold = next(x for x in picked.values() if x.build.name == "cold_kernel")
+        wide = Heads(8, 2, 128, "bf16").on(capability)
+        picked["gluon"] = replace(cold, build=cold_gluon_build(wide))
+    monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "1")  # as aot.py compiles
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "jit"))
+    shipped = CACHE / "kernels" / aot.source_hash()
+    for index, (name, launch) in enumerate(picked.items()):
         source, options = as_jit_sees(launch, capability)
         jit = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        texts.append(jit.asm["ptx"])
-        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "aot"))
-        texts.append(aot.compile_job(jobs[key_of(launch.build, "bf16", capability)]).asm["ptx"])
-        assert texts[0] == texts[1], name
-        assert f".target sm_{capability}" in texts[0]
+        key = key_of(launch.build, "bf16", capability)
+        made = sections(jit.asm["cubin"])
+        assert made == sections((shipped / f"{key}.cubin").read_bytes()), name
+        assert len(made[f".text.{launch.build.name}"]) > 500
+        assert f".target sm_{capability}" in jit.asm["ptx"]
+        if index == 0:
+            monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "aot"))
+            jobs = {job.key: job for job in program(heads, capability).jobs()}
+            assert aot.compile_job(jobs[key]).asm["ptx"] == jit.asm["ptx"], name
+            monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "jit"))
+
+
+@pytest.mark.parametrize("capability", [100, 103, 121])
+def test_kernels_compile_for_later_architectures(capability, monkeypatch, tmp_path):
+    """The one that an architecture changes most: 128 stacked rows with descriptors.
+
+    `describe` compares its parameters and shared memory with what the plugin knows.
+    """
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    made = program(Heads(32, 8, 128, "bf16"), capability)
+    job = made.layouts[list(LAYOUTS).index("large")].hot[0]
+    assert job is not None
+    compiled = aot.compile_job(job)
+    described = aot.describe(job, compiled)
+    assert f".target sm_{capability}" in compiled.asm["ptx"]
+    assert described["tensor_map"] is not None and described["scratch_bytes"] == 0
 
 
 @pytest.mark.parametrize("layout", ["small", "large", "mixed", "many"])
@@ -141,6 +187,22 @@ def test_the_table_covers_models_and_splits():
     for heads in found:
         for capability in ARCHITECTURES:
             assert len(program(heads, capability).layouts) == len(LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    ("heads", "capability", "layouts"),
+    [
+        (Heads(32, 8, 128, "bf16"), 90, ["large"]),
+        (Heads(32, 8, 128, "fp16"), 90, []),  # GpuAttention takes it for bf16 only
+        (Heads(32, 8, 64, "bf16"), 90, []),
+        (Heads(32, 8, 128, "bf16"), 100, []),
+    ],
+)
+def test_the_gluon_kernel_is_where_gpu_attention_takes_it(heads, capability, layouts):
+    made = program(heads, capability)
+    assert [part.layout.name for part in made.layouts if part.gluon] == layouts
+    names = {job.build().name for job in made.jobs()}
+    assert ("cold_gluon_kernel" in names) == bool(layouts)
 
 
 def test_unknown_names_are_refused_with_what_is_known():

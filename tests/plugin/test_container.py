@@ -19,6 +19,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.plugin.conftest import CACHE
+from trtllm_plugin.aot import source_hash
+
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS_IMAGE = ("add_user.sh",)  # a new user of the system
 MODEL = "smollm2-135m"
@@ -93,8 +96,11 @@ def test_compose_serves_a_model_with_the_gpus():
     assert device["driver"] == "nvidia" and device["capabilities"] == ["gpu"]
 
 
-def test_the_steps_in_plain_folders(tmp_path):
-    """Every COPY and RUN of both stages, each stage in a folder of its own as root."""
+def test_the_steps_in_plain_folders(library, tmp_path):
+    """Every COPY and RUN of both stages, each stage in a folder of its own as root.
+
+    The kernels are those that were compiled for `library`.
+    """
     roots = {}
     for stage in stages():
         root = roots[stage.name] = tmp_path / stage.name
@@ -115,9 +121,9 @@ def test_the_steps_in_plain_folders(tmp_path):
             "PLUGIN_MODELS": MODEL,
             "PLUGIN_ARCH": "90",
         }
-        kept = ROOT / "out" / "plugin-test" / "kernels"
-        if stage.name == "plugin" and kept.is_dir():
-            shutil.copytree(kept, prefix / "build" / "plugin" / "kernels")
+        kernels = CACHE / "kernels" / source_hash()
+        if stage.name == "plugin" and kernels.is_dir():
+            shutil.copytree(kernels, prefix / "build" / "plugin" / "kernels" / kernels.name)
         assert stage.commands
         for command in stage.commands:
             if Path(command[0]).name in NEEDS_IMAGE:

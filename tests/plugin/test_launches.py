@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from granikv.attention.kernels.cold_gluon import cold_gluon_build
 from granikv.attention.variants import LAYOUTS
 from tests.kernels.support import ON_GPU, Row, Step
 from tests.plugin.conftest import CACHE
@@ -102,11 +103,20 @@ def read_trace(folder: Path, known: dict) -> Trace:
 
 
 def traced(
-    step: Step, folder: Path, host, library, fake_cuda, capability=90, capture=False, **changes
+    step: Step,
+    folder: Path,
+    host,
+    library,
+    fake_cuda,
+    capability=90,
+    capture=False,
+    num_sms=132,
+    **changes,
 ) -> Trace:
     known = known_kernels(folder)
     write_step(step, folder, prepared(step, capture, capability), **changes)
-    run_host(host, library, "run", folder, env=environment(folder, fake_cuda, capability))
+    env = environment(folder, fake_cuda, capability, FAKE_CUDA_SMS=str(num_sms))
+    run_host(host, library, "run", folder, env=env)
     return read_trace(folder, known)
 
 
@@ -119,10 +129,10 @@ def pointers(step: Step, folder: Path, trace: Trace) -> dict[str, int]:
     out, k, v, workspace = addresses
     offset = next((int(w[17:]) for w in lines if w.startswith("workspace_offset")), 0)
     base = (workspace + offset + 255) // 256 * 256
-    states = prepared(step).o_partials.shape[0] * HEADS[0]
+    states = prepared(step).o_partials.shape[0] * step.heads[0]
     layer_bytes = LAYER * step.k[0].numel() * 2
     align = lambda size: -(-size // 256) * 256  # noqa: E731
-    rotated = base + align(states * DIM * 4) + align(states * 4)
+    rotated = base + align(states * step.dim * 4) + align(states * 4)
     names = "qkv cos sin request_slots counts row_request row_position slot_mapping hot_items hot_rows cold_items merge_indptr merge_partials qo_indptr extend_indptr extend_segments extend_tiles"
     found = {f"{name}_ptr": inputs.get(i, 0) for i, name in enumerate(names.split())}
     return found | {
@@ -130,7 +140,7 @@ def pointers(step: Step, folder: Path, trace: Trace) -> dict[str, int]:
         "k_ptr": k + layer_bytes, "v_ptr": v + layer_bytes,
         "k_desc": k + layer_bytes, "v_desc": v + layer_bytes,
         "k_arena_ptr": k + layer_bytes, "v_arena_ptr": v + layer_bytes,
-        "o_ptr": base, "lse_ptr": base + align(states * DIM * 4),
+        "o_ptr": base, "lse_ptr": base + align(states * step.dim * 4),
         "global_scratch": 0, "profile_scratch": 0,
     }  # fmt: skip
 
@@ -141,14 +151,13 @@ def check_launch(got: Traced, want: Launch, places: dict[str, int], step: Step) 
     assert got.grid == (*want.grid, 1)[:2]
     assert got.threads == 32 * want.build.options["num_warps"]
     assert got.dependent == want.build.options.get("launch_pdl", False)
-    packed, width = (HEADS[0] + 2 * HEADS[1]) * DIM, HEADS[1] * DIM
+    q_width, width = (heads * step.dim for heads in step.heads)
+    packed = q_width + 2 * width
     places = dict(places)
-    expected: dict[str, int | float] = {
-        "q_stride": HEADS[0] * DIM, "q_out_stride": HEADS[0] * DIM, "out_stride": HEADS[0] * DIM
-    }  # fmt: skip
+    expected = dict.fromkeys(["q_stride", "q_out_stride", "out_stride"], q_width)
     if want.build.name == "append_kernel":
         row = places["qkv_ptr"]
-        places |= {"q_ptr": row, "k_ptr": row + HEADS[0] * DIM * 2}
+        places |= {"q_ptr": row, "k_ptr": row + q_width * 2}
         places["v_ptr"] = places["k_ptr"] + width * 2
         expected |= dict.fromkeys(["q_stride", "k_stride", "v_stride"], packed)
     for name, value in got.values.items():
@@ -204,6 +213,29 @@ def test_the_side_stream_forks_and_always_joins(layout, host, library, fake_cuda
     assert words == ["append_kernel", *begin, *body, *end]
     assert streams["cold_kernel"] == SIDE
     assert {streams[k] for k in streams if k != "cold_kernel"} == {MAIN}
+
+
+def test_many_cold_blocks_beside_hot_take_the_gluon_kernel(
+    host, library, fake_cuda, tmp_path, monkeypatch
+):
+    """From gluon_blocks_per_sm on, as GpuAttention does, with the portable kernel's arguments."""
+    rows = [Row([EVERYONE], 9 + i) for i in range(8)]
+    step = Step(rows, (8, 2), 128, torch.bfloat16, layout=LAYOUTS["large"], capacity=1024)
+    attention = prepared(step, False, 90)
+    (portable,) = [x for x in record(step, monkeypatch) if x.build.name == "cold_kernel"]
+    gluon = Launch(cold_gluon_build(attention.shape), portable.grid, portable.arguments)
+    blocks_per_sm = LAYOUTS["large"].gluon_blocks_per_sm
+    assert blocks_per_sm is not None
+    most = int(attention.cold_grid * 2 // blocks_per_sm)  # SMs that have enough blocks each
+    for num_sms, want in ((most, gluon), (most + 1, portable)):
+        folder = tmp_path / str(num_sms)
+        folder.mkdir()
+        trace = traced(step, folder, host, library, fake_cuda, num_sms=num_sms)
+        for events in (trace.eager, trace.captured):
+            launches = [x for x in events if isinstance(x, Traced)]
+            (got,) = [x for x in launches if x.kernel.startswith("cold")]
+            assert key_of(want.build, "bf16", 90) in got.keys and got.stream == SIDE
+            check_launch(got, want, pointers(step, folder, trace), step)
 
 
 def test_the_join_is_recorded_when_a_launch_fails(host, library, fake_cuda, tmp_path):

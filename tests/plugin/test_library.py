@@ -14,7 +14,7 @@ import pytest
 
 from granikv.core import PLAN_FIELDS, Count
 from tests.kernels.support import ON_GPU
-from tests.plugin.conftest import ARCH, CACHE, ELEMENTS, MODELS, OUT, ROOT, builder
+from tests.plugin.conftest import CACHE, OUT, ROOT, builder, programs
 from tests.plugin.plugin_support import PLAN_INPUTS, prepared, run_host, write_step
 from tests.plugin.test_aot import STEPS
 from tests.plugin.test_launches import environment, known_kernels, step_of
@@ -244,6 +244,37 @@ def test_wrong_shapes_are_named(host, library, fake_cuda, tmp_path, before, afte
         run_host(host, library, "run", tmp_path, env=environment(tmp_path, fake_cuda, 90))
 
 
+@WITHOUT_GPU
+@pytest.mark.parametrize("tensor", ["input qkv", "output out"])
+def test_addresses_out_of_alignment_are_named(host, library, fake_cuda, tmp_path, tensor):
+    """16 bytes are enough: what TensorRT asks of a network's inputs (256) is the executor's."""
+    known_kernels(tmp_path)
+    step = step_of(STEPS["both"], "flat")
+    env = environment(tmp_path, fake_cuda, 90)
+    offset = f"{tensor.split()[1]}_offset"
+    write_step(step, tmp_path, prepared(step), **{offset: 16})
+    run_host(host, library, "run", tmp_path, env=env)
+    write_step(step, tmp_path, prepared(step), **{offset: 8})
+    wanted = rf"enqueue: .*{tensor}: expected an address of 16-byte alignment, got \d+"
+    with pytest.raises(AssertionError, match=wanted):
+        run_host(host, library, "run", tmp_path, env=env)
+
+
+@WITHOUT_GPU
+def test_a_cubin_with_other_parameters_than_the_table_is_refused(
+    host, library, fake_cuda, tmp_path
+):
+    known_kernels(tmp_path)
+    step = step_of(STEPS["both"], "flat")
+    write_step(step, tmp_path, prepared(step))
+    kernels = tmp_path / "kernels.txt"
+    kernels.write_text("\n".join(f"{line} 8" for line in kernels.read_text().splitlines()))
+    with pytest.raises(
+        AssertionError, match=r"_kernel: parameter \d+ is 8 bytes, expected 0; build"
+    ):
+        run_host(host, library, "run", tmp_path, env=environment(tmp_path, fake_cuda, 90))
+
+
 # (name, shape, type) of each input in plugin_io.h
 HEADER_INPUTS = re.findall(
     r'X\(k\w+,\s*"(\w+)",\s*"([^"]+)",\s*(k\w+)\)',
@@ -295,41 +326,16 @@ def test_a_second_build_does_nothing(library):
     if not (library.parent / "generated").exists():
         pytest.skip("the library was built elsewhere")
     before = library.stat().st_mtime_ns
-    builder().build(MODELS, ELEMENTS, ARCH, OUT, cache=CACHE, progress=False)
+    builder().build(programs(), OUT, cache=CACHE, progress=False)
     assert library.stat().st_mtime_ns == before
 
 
-def run_with_rtx(script: str, library: Path, tmp_path: Path, *more: str) -> str:
-    """Output of a script of this folder, in a process of its own; skips without TensorRT-RTX."""
-    needed = ["tensorrt_rtx_bindings", "tensorrt_rtx_libs", *more]
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        pytest.skip(
-            f"not installed: {', '.join(missing)}; install with: "
-            ".venv/bin/python -m pip install -c build_scripts/constraints-cpu.txt -e '.[plugin]' "
-            "(109 MB), then run this test again"
-        )
-    # its ONNX parser looks for the library without a version
-    spec = importlib.util.find_spec("tensorrt_rtx_libs")
-    assert spec is not None and spec.submodule_search_locations
-    versioned = Path(spec.submodule_search_locations[0], "libtensorrt_rtx.so.1")
-    (tmp_path / "libtensorrt_rtx.so").symlink_to(versioned)
+def test_tensorrt_rtx_registers_the_creators(library, rtx):
+    """In a process of its own."""
+    script = Path(__file__).parent / "rtx_registry.py"
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / script), str(library)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        [sys.executable, str(script), str(library)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "passed"
-    return done.stdout + done.stderr
-
-
-def test_tensorrt_rtx_registers_the_creators(library, tmp_path):
-    said = run_with_rtx("rtx_registry.py", library, tmp_path)
-    assert "field head_dim: expected 16 to 256, got 7" in said
-
-
-def test_tensorrt_rtx_builds_an_engine_with_the_plugin(library, tmp_path):
-    """The real builder configures the plugin; only a GPU could run the engine."""
-    run_with_rtx("rtx_build.py", library, tmp_path, "onnx")
+    assert "field head_dim: expected 16 to 256, got 7" in done.stdout + done.stderr

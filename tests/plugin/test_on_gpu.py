@@ -75,6 +75,16 @@ def test_other_types(dtype, host, library, tmp_path):
     check(steps, tmp_path, host, library)
 
 
+def test_cold_blocks_enough_for_the_gluon_kernel(host, library, tmp_path):
+    """On compute capability 9.0; elsewhere the portable kernel serves them."""
+    step = step_of([Row([EVERYONE], 9 + i % 30) for i in range(140)], LARGE, "large")
+    attention = prepared(step)
+    blocks_per_sm = LAYOUTS["large"].gluon_blocks_per_sm
+    assert blocks_per_sm is not None
+    assert attention.cold_grid * LARGE[0][1] >= blocks_per_sm * attention.num_sms
+    check({"crowd": step}, tmp_path, host, library)
+
+
 def test_a_workspace_may_begin_anywhere(host, library, tmp_path):
     steps = {"both": step_of(STEPS["both"], LARGE, "large")}
     check(steps, tmp_path, host, library, workspace_offset=8)

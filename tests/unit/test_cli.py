@@ -37,7 +37,7 @@ def run(*arguments, **kwargs):
 def test_the_commands_that_users_rely_on_exist():
     assert {"demo", "serve", "chat", "calibrate", "inspect"} <= set(LEAVES)
     assert {
-        f"bench {n}" for n in ("cache", "attention", "decode", "latency", "serve", "host")
+        f"bench {n}" for n in ("attention", "build", "cache", "decode", "host", "latency", "serve")
     } <= set(LEAVES)
 
 
@@ -97,6 +97,8 @@ def test_version():
         ("bench decode --batch 1 --set dtype=int3", 2, "dtype"),
         ("bench decode --batch 1 --prefix-len 9000", 2, "at most 8192 tokens"),
         ("bench decode --batch 1 --set capacity_tokens=100", 2, "at most 95 tokens"),
+        ("bench build --builder none", 2, "builder: expected tensorrt or rtx"),
+        ("bench build --shape nonsense", 2, "llama-3.1-8b"),
         ("bench host --num-groups 9 --num-requests 8", 2, "num_groups"),
         (f"bench cache --trace {TRACE} --capacity-tokens 64", 2, "capacity_tokens"),
         ("inspect --url 127.0.0.1:99999", 2, "port 1 to 65535"),

@@ -90,6 +90,7 @@ std::shared_ptr<DeviceKernels const> loadKernels(int32_t device, Heads const& he
     made->driver = driver;
     made->program = program;
     made->device = device;
+    made->num_sms = attributeOf(*driver, handle, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
     check(*driver, driver->cuDevicePrimaryCtxRetain(&made->context, handle),
           "cuDevicePrimaryCtxRetain");
     InContext const current(*driver, made->context);

@@ -26,6 +26,7 @@ struct DeviceKernels {
     Driver const* driver{};
     Program const* program{};
     int32_t device{};
+    int32_t num_sms{};
     CUcontext context{};
     std::map<int32_t, Kernel> kernels;  // by index of the cubin
     std::vector<TensorMapSpec> map_kinds;

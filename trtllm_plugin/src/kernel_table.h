@@ -57,6 +57,8 @@ struct LayoutProgram {
     int32_t hot[2];
     int32_t gemm;
     int32_t cold[2][2];  // [has runs][dependent]
+    int32_t gluon;       // in the place of cold on the side stream, from so many blocks per SM on
+    float gluon_blocks_per_sm;
     int32_t merge[2];
     int32_t merge_heads;  // heads of a merge block
     bool one_launch;

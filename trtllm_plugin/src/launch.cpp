@@ -151,7 +151,7 @@ private:
             }
         };
         if (!layout_.cold_first) attempt([&] { hot(false); });
-        attempt([&] { cold(false, side_->stream); });
+        attempt([&] { coldBesideHot(); });
         check(driver, driver.cuEventRecord(side_->join, side_->stream), "cuEventRecord");
         if (layout_.cold_first) attempt([&] { hot(false); });
         check(driver, driver.cuStreamWaitEvent(stream_, side_->join, 0), "cuStreamWaitEvent");
@@ -173,6 +173,14 @@ private:
         if (!step_.cold_grid) return;
         launch(layout_.cold[step_.has_runs][dependent], arguments_, step_.cold_grid * heads(), 1,
                stream, dependent);
+    }
+
+    void coldBesideHot() {
+        int32_t const blocks = step_.cold_grid * heads();
+        if (layout_.gluon < 0 || blocks < layout_.gluon_blocks_per_sm * kernels_.num_sms)
+            cold(false, side_->stream);
+        else
+            launch(layout_.gluon, arguments_, blocks, 1, side_->stream, false);
     }
 
     void launch(int32_t cubin, Arguments& arguments, int32_t grid_x, int32_t grid_y,

@@ -3,8 +3,8 @@
 // FAKE_CUDA_TRACE    file that gets one line per call of interest
 // FAKE_CUDA_KERNELS  file of lines "checksum size size ...": a cubin's bytes * 2^32 + Adler-32, and
 //                    the bytes of each of its parameters
-// FAKE_CUDA_CAPABILITY (90), FAKE_CUDA_SHARED (232448), FAKE_CUDA_REFUSE (name of a kernel whose
-// launch fails)
+// FAKE_CUDA_CAPABILITY (90), FAKE_CUDA_SHARED (232448), FAKE_CUDA_SMS (132), FAKE_CUDA_REFUSE (name
+// of a kernel whose launch fails)
 
 #include <cuda.h>
 #include <elf.h>
@@ -98,6 +98,9 @@ EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, C
         case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *value = capability % 10; break;
         case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
             *value = std::stoi(setting("FAKE_CUDA_SHARED", "232448"));
+            break;
+        case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
+            *value = std::stoi(setting("FAKE_CUDA_SMS", "132"));
             break;
         default: return CUDA_ERROR_INVALID_VALUE;
     }
