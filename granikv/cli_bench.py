@@ -121,11 +121,15 @@ def bench_decode(
         str | None,
         typer.Option(metavar="CONFIG", help="Folder with a config.json, or llama-3.1-8b, ..."),
     ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks, a GPU each.")] = 1,
     model: ModelPath = None,
     settings: Settings = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Decode steps in this process: GraniKV, uniform paging and transformers in turns."""
+    """Decode steps: GraniKV, uniform paging and transformers in turns, a process for each rank.
+
+    A shape's name (qwen32b, ...) as the model means random weights.
+    """
     with clear_errors():
         from granikv.bench.decode import (
             choose_workloads,
@@ -135,13 +139,17 @@ def bench_decode(
             standard_workloads,
         )
         from granikv.bench.report import show_progress
-        from granikv.bench.shapes import find_shape
+        from granikv.bench.shapes import find_shape, is_shape
 
-        workloads = gpu_workloads() if random_weights else standard_workloads()
+        if model is not None and random_weights is None and is_shape(model):
+            random_weights = model
+        workloads = gpu_workloads(tp) if random_weights else standard_workloads()
         workloads = choose_workloads(workloads, case or [])
         if batch:
             workloads = [shared(size, prefix_len, suffix_len) for size in batch]
         extra = _both_layouts(settings)
+        if tp > 1:
+            extra["tp"] = tp
         if random_weights:
             model, transformers = str(find_shape(random_weights)), False
             extra["random_weights"] = True

@@ -62,6 +62,7 @@ UNIFORM_PAGE_TOKENS = 16  # the usual page of paged engines
 DEVICES = ("auto", "cpu", "cuda")
 EXECUTORS = ("torch", "tensorrt")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # as users of vLLM and TensorRT-LLM know them
+ALL_REDUCES = ("nccl", "one_shot", "two_shot", "auto")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_THREADS = 1024
 LIMITS = {  # lowest and highest
@@ -91,6 +92,7 @@ class EngineConfig:
     engine_dir: str | None = None  # with executor tensorrt: what `granikv build` wrote
     plugin: str | None = None  # with executor tensorrt: GraniKV's plugin library
     tp: int = 1  # tensor-parallel ranks, a GPU each
+    all_reduce: str = "nccl"  # one of ALL_REDUCES, between GPUs; auto: measured at the start
     capacity_tokens: int = 65536  # KV arena, one padding slot included
     max_requests: int = 256  # rows of the request table: running at once
     max_seq_len: int = 0  # 0: the model's context
@@ -116,6 +118,7 @@ class EngineConfig:
             expected = f"one of {KV_CACHE_DTYPES}"
             raise InvalidArgument("kv_cache_dtype", self.kv_cache_dtype, expected)
         self._check_executor()
+        self._check_all_reduce()
         if self.prefix_layout not in ("asymmetric", "uniform"):
             raise InvalidArgument("prefix_layout", self.prefix_layout, "'asymmetric' or 'uniform'")
         if self.capacity_tokens <= self.page_tokens:
@@ -140,6 +143,14 @@ class EngineConfig:
             if getattr(self, name) != unset:
                 expected = f"{unset}, or executor='tensorrt'"
                 raise InvalidArgument(name, getattr(self, name), expected)
+
+    def _check_all_reduce(self) -> None:
+        if self.all_reduce not in ALL_REDUCES:
+            raise InvalidArgument("all_reduce", self.all_reduce, f"one of {ALL_REDUCES}")
+        has_choice = self.tp > 1 and self.executor == "torch" and self.device != "cpu"
+        if self.all_reduce != "nccl" and not has_choice:
+            expected = "'nccl', or tp above 1 with executor='torch' on GPUs"
+            raise InvalidArgument("all_reduce", self.all_reduce, expected)
 
     @property
     def fp8_kv(self) -> bool:
