@@ -91,7 +91,7 @@ class EngineConfig:
     executor: str = "torch"  # one of EXECUTORS
     engine_dir: str | None = None  # with executor tensorrt: what `granikv build` wrote
     plugin: str | None = None  # with executor tensorrt: GraniKV's plugin library
-    tp: int = 1  # tensor-parallel ranks, a GPU each
+    tp: int = 1  # tensor-parallel ranks, a process and a GPU each; on a CPU by gloo, for tests
     all_reduce: str = "nccl"  # one of ALL_REDUCES, between GPUs; auto: measured at the start
     capacity_tokens: int = 65536  # KV arena, one padding slot included
     max_requests: int = 256  # rows of the request table: running at once

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from granikv.config import EngineConfig
 from granikv.executor.all_reduce import all_reduce_s
@@ -27,8 +26,6 @@ class GpuRank(RankSteps, CudaExecutor):
     ):
         self.rank, self.vocab_size = rank, vocab_size
         super().__init__(config, decoder, sampler, device)
-        if self.on_gpu:
-            dist.barrier(device_ids=[rank])  # NCCL is up before a graph is captured
 
     def _forward(
         self, rows: dict[str, torch.Tensor], num_rows: int, sample_rows: torch.Tensor | None

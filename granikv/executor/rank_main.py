@@ -85,6 +85,7 @@ def run(settings: RankSettings, executor: Any, channel: RankChannel) -> None:
 
 
 def _report_outputs(settings: RankSettings, executor: Any, launched: queue.SimpleQueue) -> None:
+    take_device(settings)  # of this thread, too: else it would open GPU 0
     while (handle := launched.get()) is not None:
         try:
             result = executor.wait(handle)

@@ -26,10 +26,11 @@ from granikv.executor.rank_channel import RankChannel
 from granikv.processes import process_state, start_owned
 
 RANK_MODULE = "granikv.executor.rank_main"
-STOPPED_S = 2.0  # a rank that is stopped for so long is stuck: the others wait for it
+STOPPED_S = 1.5  # a rank that is stopped for so long is stuck: the others wait for it
 WATCH_S = 0.5  # between two looks at the ranks' states
 GATHER_S = 0.3  # a rank's end takes others with it; who was first shows within this
 STOP_TIMEOUT_S = 10
+KILL_TIMEOUT_S = 1.0
 HEAD = struct.Struct("<Q")  # bytes of a report
 
 
@@ -206,8 +207,10 @@ class RankProcesses:
         """SIGKILL to all of them, also to stopped ones; nothing of them is left."""
         for process in self.processes:
             process.kill()
+        deadline = time.monotonic() + KILL_TIMEOUT_S
         for process in self.processes:
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in a driver
+                process.wait(max(0.0, deadline - time.monotonic()))
         if self._is_open:
             self._is_open = False
             self._channel.close()
