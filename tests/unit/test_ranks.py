@@ -26,7 +26,6 @@ from granikv.config import EngineConfig
 from granikv.engine import Engine
 from granikv.errors import Unavailable
 from granikv.executor import rank_processes
-from granikv.executor.rank_channel import SLOT_BYTES, SLOTS
 from granikv.processes import process_state
 from granikv.sampling_params import SamplingParams
 
@@ -104,8 +103,6 @@ def test_four_ranks_give_the_tokens_of_one(model, traces):
         assert b"TORCH_SYMM_MEM_DISABLE_MULTICAST=1" in environment
         maps = Path(f"/proc/{process.pid}/maps").read_text()
         assert "granikv_plans" in maps and "/dev/shm/" not in maps, "it would be left by kill -9"
-    big = b"x" * (3 * SLOT_BYTES * SLOTS)  # several pieces, more than the ring has slots
-    engine.executor.processes.send(("ballast", big))
     for gap in (2, 0):  # cold, with promotions that move KV; then warm
         want, _ = run(plain, three_levels(), max_tokens=5, gap=gap)
         got, _ = run(engine, three_levels(), max_tokens=5, gap=gap)
