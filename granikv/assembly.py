@@ -34,10 +34,10 @@ def build_executor(
     if config.executor == "tensorrt":
         return _build_tensorrt(config, tokenizer)
     if config.tp > 1:
-        from granikv.executor.torch_ranks import start_torch
+        from granikv.executor.ranks import start_torch
 
         tokenizer = _tokenizer(config, tokenizer)
-        return config, start_torch(config, _make_sampler(config, model, tokenizer)), tokenizer
+        return config, start_torch(config, _eos_token_ids(model, tokenizer)), tokenizer
     decoder, tokenizer = _load(config, tokenizer)
     sampler = _make_sampler(config, decoder.config, tokenizer)
     return config, make_executor(config, decoder, sampler), tokenizer
@@ -53,9 +53,14 @@ def executor_beside(
 
 
 def _make_sampler(config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> Sampler:
+    eos_token_ids = _eos_token_ids(model, tokenizer)
+    return Sampler(config.max_requests, model.vocab_size, eos_token_ids=eos_token_ids)
+
+
+def _eos_token_ids(model: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     eos = set(model.eos_token_ids)
     eos |= set(tokenizer.eos_token_ids if tokenizer is not None else ())
-    return Sampler(config.max_requests, model.vocab_size, eos_token_ids=tuple(sorted(eos)))
+    return tuple(sorted(eos))
 
 
 def _build_tensorrt(

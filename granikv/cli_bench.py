@@ -145,12 +145,16 @@ def bench_decode(
         bool,
         typer.Option(help="Beside --json, the same name with .png: where the gain comes from."),
     ] = False,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks, a GPU each.")] = 1,
     random_weights: RandomWeights = None,
     model: ModelPath = None,
     settings: Settings = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Decode steps in this process: GraniKV, uniform paging and transformers in turns."""
+    """Decode steps: GraniKV, uniform paging and transformers in turns, a process for each rank.
+
+    A shape's name (qwen32b, ...) as the model means random weights.
+    """
     with clear_errors():
         from granikv.bench.decode import (
             choose_workloads,
@@ -161,9 +165,12 @@ def bench_decode(
         )
         from granikv.bench.decode_plot import check_waterfall, plot_waterfall
         from granikv.bench.report import show_progress
+        from granikv.bench.shapes import is_shape
         from granikv.bench.vllm_contender import choose_contenders
 
-        workloads = gpu_workloads() if random_weights else standard_workloads()
+        if model is not None and random_weights is None and is_shape(model):
+            random_weights = model
+        workloads = gpu_workloads(tp) if random_weights else standard_workloads()
         workloads = choose_workloads(workloads, case or [])
         if batch:
             workloads = [shared(size, prefix_len, suffix_len) for size in batch]
@@ -172,6 +179,8 @@ def bench_decode(
         others = choose_contenders(contender, model)
         if plot:
             check_waterfall(others, json_file)
+        if tp > 1:
+            extra["tp"] = tp
         with show_progress("decode") as progress:
             cases = run_decode_bench(
                 workloads, steps, rounds, model, transformers, progress, extra, others
@@ -278,7 +287,7 @@ def bench_build(
             cases = run_build_bench(
                 chosen, plugin, builder, tuple(compute_capability or ()), rounds, say
             )
-        _finish(cases, "Build, seconds per rank", json_file)
+        finish(cases, "Build, seconds per rank", json_file)
 
 
 @bench.command("serve")

@@ -64,6 +64,7 @@ EXECUTORS = ("torch", "tensorrt")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # as users of vLLM and TensorRT-LLM know them
 # Of weights. fp8: e4m3 with a scale per output channel, or as an FP8 checkpoint has them
 QUANTIZATIONS = (None, "fp8", "fp8_per_tensor")
+ALL_REDUCES = ("nccl", "one_shot", "two_shot", "auto")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_THREADS = 1024
 LIMITS = {  # lowest and highest
@@ -93,7 +94,8 @@ class EngineConfig:
     executor: str = "torch"  # one of EXECUTORS
     engine_dir: str | None = None  # with executor tensorrt: what `granikv build` wrote
     plugin: str | None = None  # with executor tensorrt: GraniKV's plugin library
-    tp: int = 1  # tensor-parallel ranks, a GPU each
+    tp: int = 1  # tensor-parallel ranks, a process and a GPU each; on a CPU by gloo, for tests
+    all_reduce: str = "nccl"  # one of ALL_REDUCES, between GPUs; auto: measured at the start
     capacity_tokens: int = 65536  # KV arena, one padding slot included
     max_requests: int = 256  # rows of the request table: running at once
     max_seq_len: int = 0  # 0: the model's context
@@ -122,6 +124,7 @@ class EngineConfig:
             expected = f"one of {QUANTIZATIONS}"
             raise InvalidArgument("quantization", self.quantization, expected)
         self._check_executor()
+        self._check_all_reduce()
         if self.prefix_layout not in ("asymmetric", "uniform"):
             raise InvalidArgument("prefix_layout", self.prefix_layout, "'asymmetric' or 'uniform'")
         if self.capacity_tokens <= self.page_tokens:
@@ -149,6 +152,14 @@ class EngineConfig:
             if getattr(self, name) != unset:
                 expected = f"{unset}, or executor='tensorrt'"
                 raise InvalidArgument(name, getattr(self, name), expected)
+
+    def _check_all_reduce(self) -> None:
+        if self.all_reduce not in ALL_REDUCES:
+            raise InvalidArgument("all_reduce", self.all_reduce, f"one of {ALL_REDUCES}")
+        has_choice = self.tp > 1 and self.executor == "torch" and self.device != "cpu"
+        if self.all_reduce != "nccl" and not has_choice:
+            expected = "'nccl', or tp above 1 with executor='torch' on GPUs"
+            raise InvalidArgument("all_reduce", self.all_reduce, expected)
 
     @property
     def fp8_kv(self) -> bool:

@@ -350,6 +350,11 @@ class Engine:
         request.status = Status.FINISHED
         del self.requests[request.request_id]
 
+    def failure(self) -> Exception | None:
+        """Why no step can run any more (a rank of the executor died); None while all is well."""
+        find = getattr(self.executor, "failure", None)
+        return find() if find is not None else None
+
     # --- state --------------------------------------------------------------------------------
 
     def metrics(self) -> Stats:

@@ -20,6 +20,15 @@ from typing import Any
 PR_SET_PDEATHSIG = 1
 
 
+def process_state(pid: int) -> str:
+    """The letter of /proc/PID/stat, such as R, S, T (stopped) or Z; "" when there is none."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def die_with_parent(parent_pid: int, by: int = signal.SIGKILL) -> None:
     """A signal for this process when its parent dies; it ends when that was before this call."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by, 0, 0, 0)

@@ -1,5 +1,7 @@
 """Decode steps end to end: GraniKV, uniform paging and transformers over the same prompts.
 
+With tensor parallelism each engine has ranks, and weights, of its own on the same GPUs: they too
+take turns, and a turn ends with its last step, so that only one of them has work at a time.
 Every contender decodes a batch whose shared prefixes it has already cached; only steps in which
 all requests decode are timed. In a round the engines, which share their weights, take TURN_STEPS
 steps each in turns on a CPU, and on a GPU all of them at once, and transformers comes before or after them: a ratio is of neighbours in time.
@@ -76,12 +78,14 @@ class Workload:
             for path in self.paths
         ]
 
-    def params(self, model: str | None, num_steps: int, dtype: str = "float32") -> dict:
+    def params(
+        self, model: str | None, num_steps: int, dtype: str = "float32", tp: int = 1
+    ) -> dict:
         lens = [self.prefix_len(path) for path in self.paths]
         paths = sorted(set(self.paths), key=self.paths.index)
         return {
             "model": Path(model).name if model else "embedded",
-            "tp": 1,
+            "tp": tp,
             "batch": self.batch,
             "prefix_len": lens[0] if len(set(lens)) == 1 else lens,
             "suffix_len": self.suffix_len,
@@ -131,15 +135,16 @@ def choose_workloads(workloads: Sequence[Workload], names: Sequence[str]) -> lis
     return [workload for workload in workloads if not names or workload.name in names]
 
 
-def gpu_workloads() -> list[Workload]:
-    """The cases of the decode table for one GPU: suffix 128, up to 144 steps behind it."""
+def gpu_workloads(tp: int = 1) -> list[Workload]:
+    """The cases of the decode table for tp GPUs: suffix 128, up to 144 steps behind it."""
     groups = Workload(
         "eight-groups-2048-24576",
         tuple((f"group{i // 16}",) for i in range(128)),
         {f"group{i}": length for i, length in enumerate(EIGHT_GROUPS)},
         128,
     )
-    long = [shared(batch, 16384, 128) for batch in (8, 32, 64, 128, 256)]
+    batches = (8, 32, 64, 128, 256) if tp == 1 else (32, 128, 256)
+    long = [shared(batch, 16384, 128) for batch in batches]
     return [*long, groups, shared(128, 512, 128)]
 
 
@@ -227,6 +232,7 @@ def _run_workload(
     step_ms: StepTimes = {c.name: [] for c in contenders}
     matched = dict.fromkeys(step_ms, 0)
     near_ties = dict.fromkeys(step_ms, 0)
+    step_facts: dict[str, dict] = {}
     for round_index in range(-1, rounds):  # the round before the first fills caches
         prompts = workload.prompts(round_index, vocab_size)
 
@@ -239,6 +245,8 @@ def _run_workload(
             tell(reference.name)
             results[reference.name] = reference.decode(prompts, prefix_len, num_steps)
         results |= _in_turns(engines, prompts, num_steps, turn, tell)
+        for engine in engines:
+            step_facts[engine.name] = engine.step_facts
         if reference is not None and not turn:
             tell(reference.name)
             results[reference.name] = reference.decode(prompts, prefix_len, num_steps)
@@ -258,8 +266,11 @@ def _run_workload(
         name: {"same_tokens": matched[name], "near_ties": near_ties[name], "answers": count}
         for name in step_ms
     }
-    metrics = {n: _metrics(t, workload.batch) | answers_checked[n] for n, t in step_ms.items()}
-    params = workload.params(model, num_steps, engines[0].dtype)
+    metrics = {
+        n: _metrics(t, workload.batch) | answers_checked[n] | step_facts.get(n, {})
+        for n, t in step_ms.items()
+    }
+    params = workload.params(model, num_steps, engines[0].dtype, engines[0].tp)
     first = contenders[0].name
     cases = [
         _case(workload.name, params, metrics, step_ms, first, other.name)
@@ -294,6 +305,8 @@ def _in_turns(
             engine = engines[(i + turn) % len(engines)]
             elapsed_s[engine.name] += engine.run(steps)
         left, turn = left - steps, turn + 1
+    for engine in engines:
+        engine.profile(min(TURN_STEPS, num_steps // 2 - 1))
     return {e.name: (elapsed_s[e.name] / (num_steps - 1), e.finish(num_steps)) for e in engines}
 
 

@@ -15,6 +15,7 @@ from granikv.errors import InvalidArgument
 from granikv.sampling_params import SamplingParams
 
 Answers = list[list[int]]
+REGIMES = ("compute", "memory")
 
 
 class Contender(Protocol):
@@ -60,7 +61,8 @@ class EngineContender:
             self.engine.dispatcher = FixedDispatcher(self.engine, variant)
         self.vocab_size = self.engine.model_config.vocab_size
         self.on_gpu = getattr(self.engine.executor, "on_gpu", False)
-        self.dtype = self.engine.config.dtype
+        self.dtype, self.tp = self.engine.config.dtype, self.engine.config.tp
+        self.step_facts: dict[str, Any] = {}  # of the last round's steps
         self._next_id = 0
         self._answers: dict[str, list[int]] = {}
 
@@ -76,14 +78,29 @@ class EngineContender:
 
     def run(self, num_steps: int) -> float:
         """Seconds of num_steps steps, of which each decodes every request."""
+        before = dict(self.engine.counters)
         begin = time.perf_counter()
         made = sum(self._step(self._answers) for _ in range(num_steps))
         self.engine.settle()
         elapsed_s = time.perf_counter() - begin
+        self._note_regime(before)
         expected = num_steps * len(self._answers)
         if made != expected:
             raise RuntimeError(f"{self.name}: expected {expected} tokens, got {made}")
         return elapsed_s
+
+    def _note_regime(self, before: dict[str, float]) -> None:
+        """What bound most of the steps since `before`, by the cost model."""
+        made = {r: self.engine.counters[f"steps_{r}"] - before[f"steps_{r}"] for r in REGIMES}
+        self.step_facts["regime"] = max(made, key=lambda regime: made[regime])
+
+    def profile(self, num_steps: int) -> None:
+        """The all-reduces' share of num_steps further steps; nothing without ranks or steps."""
+        if self.tp == 1 or num_steps < 1 or self.engine.config.executor != "torch":
+            return
+        self.engine.executor.profile(True)
+        elapsed_s = self.run(num_steps)
+        self.step_facts["all_reduce_share"] = self.engine.executor.profile(False) / elapsed_s
 
     def finish(self, num_steps: int) -> Answers:
         """num_steps token ids per prompt, greedy."""

@@ -9,15 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from collections.abc import Iterator
+from io import RawIOBase
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from granikv.config import ModelConfig
+from granikv.engines.sharding import Part
 from granikv.errors import ModelFileError, Unsupported
 from granikv.models import find_model
 from granikv.models.gguf_loader import GGUFFile, GGUFWeights, gguf_config
+from granikv.models.kv_scales import read_kv_scales
 from granikv.models.weights import read_hf_config, shard_paths
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -37,6 +41,12 @@ class Checkpoint(Protocol):
 
     def find(self, name: str) -> torch.Tensor | None:
         """A small tensor beside a weight, or None."""
+
+    def part(self, part: Part) -> torch.Tensor:
+        """Rows and columns of a tensor, as `rows` has them; a Hugging Face file is read there only."""
+
+    def kv_scales(self) -> torch.Tensor | None:
+        """fp32 [layers, 2] of FP8 K and V; None: none stored. Raises ModelFileError."""
 
     def fingerprint(self) -> str:
         """Hex digest that changes when the files do: names, sizes, times, headers."""
@@ -108,13 +118,7 @@ class HFCheckpoint:
         row_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize
         buffer = bytearray(count * row_bytes)
         with path.open("rb", buffering=0) as file:
-            file.seek(start + first * row_bytes)
-            view, done = memoryview(buffer), 0
-            while done < len(buffer):  # one read gives at most 2 GiB
-                got = file.readinto(view[done:])
-                if not got:
-                    raise ModelFileError(f"{path}: {name}: the file ends within it")
-                done += got
+            _read(file, start + first * row_bytes, memoryview(buffer), f"{path}: {name}")
         return torch.frombuffer(buffer, dtype=dtype).view(count, *shape[1:])
 
     def find(self, name: str) -> torch.Tensor | None:
@@ -122,6 +126,31 @@ class HFCheckpoint:
             return None
         shape = self._entries[name][2]
         return self.rows(name, 0, shape[0] if shape else 1)
+
+    def part(self, part: Part) -> torch.Tensor:
+        if part.columns is None:
+            return self.rows(part.source, part.first, part.count)
+        path, dtype, shape, start = self._entries[part.source]
+        row_bytes, (first, last) = shape[1] * dtype.itemsize, part.columns
+        size = (last - first) * dtype.itemsize
+        start += part.first * row_bytes + first * dtype.itemsize
+        buffer = bytearray(part.count * size)
+        with path.open("rb", buffering=0) as file:
+            for row, view in enumerate(_cut(memoryview(buffer), size)):
+                _read(file, start + row * row_bytes, view, f"{path}: {part.source}")
+        return torch.frombuffer(buffer, dtype=dtype).view(part.count, last - first)
+
+    def kv_scales(self) -> torch.Tensor | None:
+        return read_kv_scales(self._entries, self._scalar, self.config.num_layers)
+
+    def _scalar(self, name: str) -> float:
+        path, dtype, shape, start = self._entries[name]
+        if torch.Size(shape).numel() != 1:
+            raise ModelFileError(f"{path}: {name}: expected one value, got {list(shape)}")
+        buffer = bytearray(dtype.itemsize)
+        with path.open("rb", buffering=0) as file:
+            _read(file, start, memoryview(buffer), f"{path}: {name}")
+        return float(torch.frombuffer(buffer, dtype=dtype))
 
     def fingerprint(self) -> str:
         return self._digest.hexdigest()
@@ -143,9 +172,31 @@ class GGUFCheckpoint:
     def find(self, name: str) -> torch.Tensor | None:
         return None  # what is quantised in this format has its scales in its blocks
 
+    def part(self, part: Part) -> torch.Tensor:
+        return part.columns_of(self.rows(part.source, part.first, part.count))
+
+    def kv_scales(self) -> torch.Tensor | None:
+        return None
+
     def fingerprint(self) -> str:
         stat = self.path.stat()
         digest = hashlib.sha256(f"{self.path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
         with self.path.open("rb") as file:
             digest.update(file.read(2**20))
         return digest.hexdigest()
+
+
+def _cut(view: memoryview, size: int) -> Iterator[memoryview]:
+    for first in range(0, len(view), size):
+        yield view[first : first + size]
+
+
+def _read(file: RawIOBase, first: int, view: memoryview, what: str) -> None:
+    """Fills view with the bytes from `first` on. Raises ModelFileError naming `what`."""
+    file.seek(first)
+    done = 0
+    while done < len(view):  # one read gives at most 2 GiB
+        got = file.readinto(view[done:])
+        if not got:
+            raise ModelFileError(f"{what}: the file ends within it")
+        done += got

@@ -69,6 +69,7 @@ class DeviceExecutor(ABC):
     """
 
     buffers: PlanBuffers  # set by the subclass, once the arenas exist
+    capture_error_mode = "global"
 
     def __init__(
         self,
@@ -240,7 +241,9 @@ class DeviceExecutor(ABC):
     def _capture(self, rows: dict[str, torch.Tensor], bucket: int) -> _Graph:
         begin = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        with torch.cuda.graph(
+            graph, self._pool, self._stream, capture_error_mode=self.capture_error_mode
+        ):
             logits = self._forward(rows, bucket, None)
         self._pool = self._pool or graph.pool()
         self.graph_counts.captures += 1

@@ -1,15 +1,15 @@
-"""The group of tensor-parallel ranks: entering it, and what every rank's step does in it.
+"""What a rank does with the others: entering the group, gathering logits, sharing sampled ids.
 
-Tensors travel by torch.distributed: NCCL on GPUs, gloo on CPUs.
+Tensors travel by torch.distributed: NCCL on GPUs, gloo on CPUs. A rank is a process of its own,
+so a group is its process's only one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import tempfile
+import zlib
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,13 +19,26 @@ from granikv.core import StepPlan
 from granikv.errors import Unavailable
 
 if TYPE_CHECKING:
-    from granikv.executor.device_executor import DeviceExecutor
 
-    Base = DeviceExecutor
+    class Base:
+        """What any executor has."""
+
+        last_sampled: torch.Tensor
+
+        def _sample(self, plan: StepPlan, *arguments: Any) -> Any: ...
+
 else:
     Base = object
 
 COLLECTIVE_TIMEOUT_S = 300
+
+# Of every rank, and of nothing else. Multicast off: it hung where containers hide the fabric
+# manager; torch's symmetric memory would use it as well. Ranks of one machine meet on loopback.
+RANK_ENVIRONMENT = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +49,16 @@ class RankSettings:
     rank: int
     tp_size: int
     device: str  # "cuda": GPU number `rank`; "cpu"
-    store: str  # file of the rendezvous, in a folder of our own
     engine_config: dict[str, Any]
+    eos_token_ids: tuple[int, ...] = ()
     folder: str = ""  # of the engines
     runtime: str | None = None
     runtime_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # descriptors that the process inherits
+    store: int = -1  # of the rendezvous
+    memory: int = -1  # of RankChannel
+    wakes: tuple[int, ...] = ()
+    reports: int = -1  # pipe to the engine's process
 
 
 class RankSteps(Base):
@@ -48,27 +66,31 @@ class RankSteps(Base):
 
     rank: int
     vocab_size: int  # of all ranks
+    capture_error_mode = "thread_local"  # NCCL's watchdog asks for events in a thread of its own
+    sample_error: Exception | None = None  # the last; after it the ranks are still in step
+    note_ids: Callable[[int], None] | None = None  # gets a digest of the ids after every sampling
 
     def gather_logits(self, shard: torch.Tensor) -> torch.Tensor:
-        """shard fp32 [S, vocab / ranks] of this rank -> [S, vocab], of use on rank 0 only."""
+        """shard fp32 [S, vocab / ranks] of this rank -> [S, vocab]; empty on other ranks than 0."""
         if shard.shape[0] == 0:
             return shard.new_empty(0, self.vocab_size)
+        if self.rank:
+            dist.gather(shard)
+            return shard.new_empty(0, self.vocab_size)
         parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
-        dist.gather(shard, parts if self.rank == 0 else None)
+        dist.gather(shard, parts)
         return torch.cat(parts, dim=1)[:, : self.vocab_size]
 
-    def _sample(self, plan: StepPlan, *arguments: Any) -> None:
+    def _sample(self, plan: StepPlan, *arguments: Any) -> Any:
         try:
-            if self.rank == 0:
-                super()._sample(plan, *arguments)
+            return super()._sample(plan, *arguments) if self.rank == 0 else None
+        except Exception as error:
+            self.sample_error = error
+            raise
         finally:  # the others wait for it, whatever became of the sampling
             dist.broadcast(self.last_sampled, 0)
-
-
-def all_reduce(x: torch.Tensor) -> torch.Tensor:
-    """The sum of x over the ranks, in place."""
-    dist.all_reduce(x)
-    return x
+            if self.note_ids is not None:
+                self.note_ids(zlib.crc32(self.last_sampled.cpu().numpy().tobytes()))
 
 
 def share(content: bytes) -> bytes:
@@ -79,27 +101,27 @@ def share(content: bytes) -> bytes:
     return tensor.cpu().numpy().tobytes()
 
 
-def join(settings: RankSettings) -> torch.device:
-    """Enter the group of ranks; returns this rank's device. Raises Unavailable."""
-    device = torch.device("cpu")
-    if settings.device == "cuda":
-        device = torch.device("cuda", settings.rank)
-        torch.cuda.set_device(device)
-    elif "GLOO_SOCKET_IFNAME" not in os.environ:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks of one machine
-    try:
-        dist.init_process_group(
-            "nccl" if settings.device == "cuda" else "gloo",
-            init_method=f"file://{settings.store}",
-            rank=settings.rank,
-            world_size=settings.tp_size,
-            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-        )
-    except (RuntimeError, ValueError) as error:
-        raise Unavailable(f"rank {settings.rank}: no group of {settings.tp_size} ranks: {error}") from error  # fmt: skip
+def take_device(settings: RankSettings) -> torch.device:
+    """This rank's device, made the current one: before anything else of the process uses a GPU."""
+    if settings.device != "cuda":
+        return torch.device("cpu")
+    device = torch.device("cuda", settings.rank)
+    torch.cuda.set_device(device)
     return device
 
 
-def make_store() -> str:
-    """A file for the rendezvous in a new folder that only this user can read."""
-    return str(Path(tempfile.mkdtemp(prefix="granikv_ranks_")) / "store")
+def join(settings: RankSettings, device: torch.device) -> None:
+    """Enter the group of ranks. Raises Unavailable."""
+    on_gpu = device.type == "cuda"
+    try:
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            # an anonymous file: private without a port or a key, and gone with its processes
+            store=dist.FileStore(f"/proc/self/fd/{settings.store}", settings.tp_size),
+            rank=settings.rank,
+            world_size=settings.tp_size,
+            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+            device_id=device if on_gpu else None,  # NCCL's communicator is made here, not later
+        )
+    except (RuntimeError, ValueError) as error:
+        raise Unavailable(f"rank {settings.rank}: no group of {settings.tp_size} ranks: {error}") from error  # fmt: skip

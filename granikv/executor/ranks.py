@@ -1,51 +1,48 @@
-"""Tensor-parallel ranks of one engine: a process each, all running rank 0's plans.
+"""Tensor-parallel ranks of one engine: a process each, all running the engine's plans.
 
-    rank 0 (the engine's process)   plan ----- pipe -----> rank 1 .. n: the same step
-           logits <---- gather ---- shards of the vocabulary
-           sample, last ids ------- broadcast ----------> the next step's input ids
+    engine's process   plan ---- shared memory ----> every rank: the same step
+                                                     logits <-- gather -- shards of the vocabulary
+                                                     sampled ids -- broadcast --> next input ids
+                       outputs <------ pipe -------- rank 0
 
-Plans travel through the child's standard input, private to both; the child ends with it, and at
-once when its parent dies. What a rank's step does with the others is in group.py.
+Each engine has processes, and so a group, of its own. What a rank's step does with the others is
+in group.py, its process in rank_main.py, their life in rank_processes.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
-import os
-import pickle
-import shutil
-import struct
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from granikv.config import EngineConfig
-from granikv.core import StepPlan
-from granikv.engines.manifest import Manifest, load_manifest
+from granikv.attention.splits import PlanCutter
+from granikv.config import EngineConfig, ModelConfig
+from granikv.core import StepOutput, StepPlan
+from granikv.engines.manifest import Manifest
 from granikv.engines.runtime import EngineRuntime
-from granikv.errors import Unavailable
-from granikv.executor.device_executor import Handle
-from granikv.executor.group import RankSettings, RankSteps, join, make_store, share
-from granikv.executor.tensorrt_executor import TensorRTExecutor, engine_sizes
-from granikv.processes import die_with_parent
+from granikv.errors import GraniKVError, Unavailable
+from granikv.executor.group import COLLECTIVE_TIMEOUT_S, RankSettings, RankSteps, share
+from granikv.executor.rank_processes import RankProcesses, Report
+from granikv.executor.tensorrt_executor import Network, TensorRTExecutor, engine_sizes
 from granikv.sampling import Sampler
 
 RUNTIME = "granikv.engines.runtime:TensorRTRuntime"
-START_TIMEOUT_S = 300  # imports and the GPU's context
-STOP_TIMEOUT_S = 10
-LeaderT = TypeVar("LeaderT", bound="LeaderSteps")
+JOIN_LIMIT_S = 300  # imports, the GPU's context and the group
+LOAD_LIMIT_S = 3600  # a rank that dies or stops is noticed at once; this is for one that hangs
+STEP_LIMIT_S = 2 * COLLECTIVE_TIMEOUT_S  # the collectives' own limit comes first and says more
+WAIT_S = 0.5
 
 
 class TensorRTRank(RankSteps, TensorRTExecutor):
-    """One rank of a group that `join` has set up; rank 0's is the one the engine sees."""
+    """One rank of a group that its process has joined."""
 
     def __init__(
         self,
@@ -68,96 +65,133 @@ class TensorRTRank(RankSteps, TensorRTExecutor):
         return self.gather_logits(self.logits[:num_samples])
 
 
-class LeaderSteps(RankSteps):
-    """Mixed into rank 0's executor: it sends every plan to the others, and ends them at close.
+@dataclass(frozen=True)
+class Facts:
+    """Of rank 0's executor: what planning asks of it."""
 
-    Raises Unavailable when a rank ends on its own.
+    model: ModelConfig  # of one rank
+    device_name: str
+    cutter: PlanCutter | None  # None: a CPU, where nothing is cut
+
+    @classmethod
+    def of(cls, executor: Any) -> Facts:
+        cutter = getattr(executor, "plan_cutter", None)
+        name = getattr(executor, "device_name", "cpu")
+        return cls(executor.decoder.config, name, cutter)
+
+
+@dataclass(eq=False)
+class RankHandle:
+    launched: float  # time.monotonic()
+    output: StepOutput | None = None
+    error: Exception | None = None
+
+    def done(self) -> bool:
+        return self.output is not None or self.error is not None
+
+
+class RanksExecutor:
+    """Executor of one model on several ranks. settings: of any rank.
+
+    Raises Unavailable when a rank cannot start, and what loading raises in it. When a rank ends,
+    stops or differs, every step under way or to come fails with Unavailable, and `failure` says so.
     """
 
-    _processes: RankProcesses
-
-    def launch(self, plan: StepPlan) -> Handle:
+    def __init__(self, settings: RankSettings):
+        self.keep_logits = False
+        self.processes = RankProcesses(settings)
+        self._pending: deque[RankHandle] = deque()
         try:
-            self._processes.send(plan)
-        except Unavailable as error:
-            return Handle(None, None, torch.empty(0), 0, error=error)
-        return super().launch(plan)
+            reports = self._gather([], "joined", JOIN_LIMIT_S)
+            reports = self._gather(reports, "ready", LOAD_LIMIT_S)
+        except BaseException:
+            self.processes.kill()
+            raise
+        facts: Facts = next(r.content for r in reports if r.kind == "ready" and r.rank == 0)
+        self.decoder = Network(facts.model)
+        self.device_name, self.plan_cutter = facts.device_name, facts.cutter
+
+    def _gather(self, reports: list[Report], kind: str, limit_s: float) -> list[Report]:
+        """reports and those that come until every rank has sent one of this kind."""
+        deadline, everyone = time.monotonic() + limit_s, set(range(len(self.processes.processes)))
+        while missing := everyone - {r.rank for r in reports if r.kind == kind}:
+            if time.monotonic() > deadline:
+                expected = f"ranks {sorted(missing)}: expected {kind!r} within {limit_s} s"
+                self.processes.fail(Unavailable(f"{expected}; their output says where they are"))
+            reports += self.processes.receive(WAIT_S)
+        return reports
+
+    # --- the executor's interface
+
+    def launch(self, plan: StepPlan) -> RankHandle:
+        """Tell every rank; an error is raised by `wait`, never here."""
+        handle = RankHandle(time.monotonic())
+        # requests and reasons stay here: ranks neither commit nor explain
+        bare = dataclasses.replace(plan, sample_requests=[], choices=[])
+        try:
+            self.processes.send(("step", bare, self.keep_logits))
+            self._pending.append(handle)
+        except GraniKVError as error:
+            handle.error = error
+        return handle
+
+    def wait(self, handle: RankHandle) -> StepOutput:
+        """Output of the step. Raises what the step raised on rank 0, or why there are no ranks."""
+        while not handle.done():
+            self._take_outputs(WAIT_S)
+            if time.monotonic() - handle.launched > STEP_LIMIT_S and not handle.done():
+                self._fail(Unavailable(f"ranks: a step ran for over {STEP_LIMIT_S} s"))
+        if handle.error is not None:
+            raise handle.error
+        assert handle.output is not None
+        return handle.output
+
+    def failure(self) -> Exception | None:
+        """Why no step can run any more; None while all ranks live."""
+        if self.processes.failure is None:
+            self._take_outputs(0.0)
+        return self.processes.failure
+
+    def _take_outputs(self, timeout_s: float) -> None:
+        try:
+            reports = self.processes.receive(timeout_s)
+        except GraniKVError as error:
+            self._fail(error)
+            return
+        for report in reports:
+            handle = self._pending.popleft()
+            if isinstance(report.content, Exception):
+                handle.error = report.content
+            else:
+                handle.output = report.content
+
+    def _fail(self, error: GraniKVError) -> None:
+        """Of every step under way."""
+        with contextlib.suppress(GraniKVError):
+            self.processes.fail(error)
+        while self._pending:
+            self._pending.popleft().error = error
+
+    def profile(self, begin: bool) -> float:
+        """Seconds of the all-reduces on rank 0 between profile(True) and profile(False)."""
+        self.processes.send(("profile", begin))
+        while not (reports := self.processes.receive(WAIT_S)):
+            pass
+        return reports[0].content
 
     def close(self) -> None:
-        self._processes.close()
-        super().close()
-        dist.destroy_process_group()
-        shutil.rmtree(Path(self._processes.store).parent, ignore_errors=True)
+        self.processes.close()
 
 
-class TensorRTLeader(LeaderSteps, TensorRTRank):
-    """Rank 0 of engines."""
-
-
-class RankProcesses:
-    """Processes of the ranks 1 to tp_size - 1."""
-
-    def __init__(self, leader: RankSettings):
-        self.processes: list[subprocess.Popen] = []
-        self.store = leader.store
-        for rank in range(1, leader.tp_size):
-            settings = dataclasses.asdict(dataclasses.replace(leader, rank=rank))
-            command = [sys.executable, "-m", "granikv.executor.ranks", json.dumps(settings)]
-            command.append(str(os.getpid()))
-            # a session of its own: Ctrl-C is the leader's, which ends the ranks in order
-            self.processes.append(
-                subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-            )
-
-    def wait_ready(self) -> None:
-        """Until every rank is about to join. Raises Unavailable when one ends or is too late."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        for rank, process in enumerate(self.processes, start=1):
-            while not ready_file(self.store, rank).exists():
-                if process.poll() is not None:
-                    raise _ended(rank, process.returncode)
-                if time.monotonic() > deadline:
-                    raise Unavailable(f"rank {rank}: expected it within {START_TIMEOUT_S} s")
-                time.sleep(0.05)
-
-    def send(self, plan: StepPlan) -> None:
-        """What a rank needs of the plan. Raises Unavailable when one has ended."""
-        # requests and reasons stay here: the other ranks neither sample nor explain
-        bare = dataclasses.replace(plan, sample_requests=[], new_requests=[], choices=[])
-        content = pickle.dumps(bare, protocol=pickle.HIGHEST_PROTOCOL)
-        for rank, process in enumerate(self.processes, start=1):
-            assert process.stdin is not None
-            try:
-                process.stdin.write(struct.pack("<Q", len(content)) + content)
-                process.stdin.flush()
-            except OSError:
-                raise _ended(rank, process.wait()) from None
-
-    def close(self) -> None:
-        """End of input: the ranks finish what they have and leave. Late ones are killed."""
-        for process in self.processes:
-            assert process.stdin is not None
-            try:
-                process.stdin.close()
-            except OSError:
-                continue  # it has ended
-        for process in self.processes:
-            try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
+def start_torch(config: EngineConfig, eos_token_ids: tuple[int, ...] = ()) -> RanksExecutor:
+    """Executor of config.model on config.tp ranks. Raises what RanksExecutor raises."""
+    return RanksExecutor(settings_of(config, eos_token_ids))
 
 
 def start_tensorrt(
     config: EngineConfig, manifest: Manifest, sampler: Sampler, runtime: str | None = None
-) -> TensorRTExecutor:
-    """Executor of config.engine_dir, with processes for the other ranks when config.tp is above 1.
+) -> TensorRTExecutor | RanksExecutor:
+    """Executor of config.engine_dir, in processes for its ranks when config.tp is above 1.
 
     runtime: "module:callable" that every rank calls with plugin=config.plugin; None: TensorRT's. Raises Unavailable
     (no GPU where it is needed, no TensorRT, no plugin) and what TensorRTExecutor raises.
@@ -165,6 +199,7 @@ def start_tensorrt(
     folder = Path(str(config.engine_dir))
     settings = settings_of(
         config,
+        sampler.eos_token_ids,
         folder=str(folder),
         runtime=runtime or RUNTIME,
         runtime_options={"plugin": config.plugin},
@@ -180,100 +215,15 @@ def start_tensorrt(
     engine_sizes(config, manifest)
     if config.tp == 1:
         return TensorRTExecutor(config, folder, manifest, made, sampler, config.device)
-
-    def leader(device: torch.device) -> TensorRTLeader:
-        return TensorRTLeader(config, folder, manifest, made, sampler, device, 0, config.tp)
-
-    return start_group(settings, leader)
+    return RanksExecutor(settings)
 
 
-def start_group(settings: RankSettings, make_leader: Callable[[torch.device], LeaderT]) -> LeaderT:
-    """Rank 0 of a new group of processes; make_leader gets its device once all have joined."""
-    processes = RankProcesses(settings)
-    try:
-        processes.wait_ready()
-        leader = make_leader(join(settings))
-    except BaseException:
-        processes.kill()
-        raise
-    leader._processes = processes
-    return leader
-
-
-def settings_of(config: EngineConfig, **more: Any) -> RankSettings:
-    """Of rank 0, with a new rendezvous where there are others."""
-    return RankSettings(
-        rank=0,
-        tp_size=config.tp,
-        device=config.device,
-        store=make_store() if config.tp > 1 else "",
-        engine_config=json.loads(json.dumps(dataclasses.asdict(config), default=str)),
-        **more,
-    )
-
-
-def ready_file(store: str, rank: int) -> Path:
-    return Path(f"{store}.{rank}")
-
-
-def _ended(rank: int, code: int) -> Unavailable:
-    return Unavailable(
-        f"rank {rank}: expected a running process, it ended with {code}; its own output says why; "
-        "restart the engine"
-    )
+def settings_of(config: EngineConfig, eos_token_ids: tuple[int, ...], **more: Any) -> RankSettings:
+    """Of rank 0; the others' differ in the rank alone."""
+    fields = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    return RankSettings(0, config.tp, config.device, fields, eos_token_ids, **more)
 
 
 def make_runtime(settings: RankSettings) -> Any:
     module, _, name = str(settings.runtime).partition(":")
     return getattr(importlib.import_module(module), name)(**settings.runtime_options)
-
-
-class NoSampler:
-    """Of a rank that never samples."""
-
-    def set_request(self, *arguments: Any) -> None:
-        raise AssertionError("only rank 0 has requests")
-
-
-def read_plan(stream: IO[bytes]) -> StepPlan | None:
-    """The next plan, or None at the end of the stream."""
-    head = stream.read(8)
-    if len(head) < 8:
-        return None
-    (length,) = struct.unpack("<Q", head)
-    content = stream.read(length)
-    return pickle.loads(content) if len(content) == length else None
-
-
-def make_rank(settings: RankSettings, device: torch.device) -> Any:
-    """The executor of a rank above 0."""
-    config, sampler = EngineConfig(**settings.engine_config), cast(Any, NoSampler())
-    if settings.runtime is None:
-        from granikv.executor.torch_ranks import TorchRank  # needs triton
-
-        return TorchRank(config, sampler, device, settings.rank)
-    folder = Path(settings.folder)
-    return TensorRTRank(
-        config, folder, load_manifest(folder), make_runtime(settings), sampler, device,
-        rank=settings.rank, tp_size=settings.tp_size,
-    )  # fmt: skip
-
-
-def main() -> int:
-    """One rank above 0, until its standard input ends."""
-    settings, parent_pid = RankSettings(**json.loads(sys.argv[1])), int(sys.argv[2])
-    die_with_parent(parent_pid)
-    plans = sys.stdin.buffer
-    ready_file(settings.store, settings.rank).touch()
-    device = join(settings)
-    executor = make_rank(settings, device)
-    while (plan := read_plan(plans)) is not None:
-        handle = executor.launch(plan)
-        if handle.error is not None:  # the group has lost its order: rank 0 is told by our end
-            raise handle.error
-    executor.close()
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

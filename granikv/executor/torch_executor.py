@@ -122,19 +122,34 @@ class TorchExecutor:
         token_ids = torch.where(token_ids < 0, self.last_sampled[request_rows], token_ids)
         positions = torch.from_numpy(plan.row_position[:num_rows]).long()
         sample_rows = torch.from_numpy(plan.sample_rows[:num_samples]).long()
-        logits = self.decoder.forward(token_ids, positions, self.attention.run, sample_rows)
+        logits = self._logits(token_ids, positions, sample_rows)
 
+        output = None
         if num_samples:
-            sampled_requests = request_rows[sample_rows]
-            made = positions[sample_rows] + 1 - self.prompt_lens[sampled_requests]
-            output_positions = made.tolist()
-            output = self.sampler.sample(logits, sampled_requests.tolist(), output_positions)
-            self.last_sampled[sampled_requests] = torch.from_numpy(output.token_ids).long()
-        else:
-            output = StepOutput(token_ids=np.empty(0, np.int32))
+            output = self._sample(plan, logits, request_rows[sample_rows], positions[sample_rows])
+        output = output or StepOutput(token_ids=np.empty(0, np.int32))
         if self.keep_logits:
             output.logits = logits.numpy()
         output.elapsed_s = time.perf_counter() - begin
+        return output
+
+    def _logits(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, sample_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """fp32 [S, vocab]."""
+        return self.decoder.forward(token_ids, positions, self.attention.run, sample_rows)
+
+    def _sample(
+        self,
+        plan: StepPlan,
+        logits: torch.Tensor,
+        request_rows: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> StepOutput:
+        """request_rows and positions int64 [S], of the rows of logits."""
+        output_positions = positions + 1 - self.prompt_lens[request_rows]
+        output = self.sampler.sample(logits, request_rows.tolist(), output_positions.tolist())
+        self.last_sampled[request_rows] = torch.from_numpy(output.token_ids).long()
         return output
 
 

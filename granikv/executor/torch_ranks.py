@@ -10,9 +10,9 @@ import torch
 from granikv.config import EngineConfig, ModelConfig
 from granikv.engines.checkpoint import Checkpoint, open_checkpoint
 from granikv.engines.sharding import Part, Shard, WeightSpec
-from granikv.executor.cuda_executor import CudaExecutor
-from granikv.executor.group import RankSteps, all_reduce
-from granikv.executor.ranks import LeaderSteps, settings_of, start_group
+from granikv.executor.all_reduce import GlooAllReduce, GpuAllReduce
+from granikv.executor.group import RankSteps
+from granikv.executor.torch_executor import TorchExecutor
 from granikv.models import Decoder
 from granikv.models.fp8 import Fp8Weight, Weight, is_product, join_rows, quantizing
 from granikv.models.fp8_checkpoint import read_fp8_weight
@@ -23,46 +23,66 @@ from granikv.sampling import Sampler
 ReadPart = Callable[[Part], Weight]
 
 
-class TorchRank(RankSteps, CudaExecutor):
-    """One rank of a group that `join` has set up; rank 0's is the one the engine sees."""
+class CpuRank(RankSteps, TorchExecutor):
+    """One rank on a CPU, of a group that its process has joined."""
 
     def __init__(
-        self, engine_config: EngineConfig, sampler: Sampler, device: torch.device, rank: int
+        self,
+        config: EngineConfig,
+        decoder: Decoder,
+        sampler: Sampler,
+        reduce: GlooAllReduce,
+        rank: int,
+        vocab_size: int,
     ):
-        model, decoder = load_rank(engine_config, rank, device)
-        self.rank, self.vocab_size = rank, model.vocab_size
-        super().__init__(engine_config, decoder, sampler, device)
+        self.rank, self.vocab_size = rank, vocab_size
+        super().__init__(config, decoder, sampler)
+        self.reduce, self._profiled_s = reduce, 0.0
+        decoder.reduce = reduce
 
-    def _forward(
-        self, rows: dict[str, torch.Tensor], num_rows: int, sample_rows: torch.Tensor | None
-    ) -> torch.Tensor:
-        return self.gather_logits(super()._forward(rows, num_rows, sample_rows))
+    def _logits(self, *arguments: torch.Tensor) -> torch.Tensor:
+        return self.gather_logits(super()._logits(*arguments))
+
+    def profile(self, begin: bool) -> float:
+        """Seconds of all-reduces between profile(True) and profile(False)."""
+        now_s, since_s = self.reduce.elapsed_s, self._profiled_s
+        self._profiled_s = now_s
+        return 0.0 if begin else now_s - since_s
 
 
-class TorchLeader(LeaderSteps, TorchRank):
-    """Rank 0."""
+def make_torch_rank(
+    config: EngineConfig, make_sampler: Callable[[int], Sampler], device: torch.device, rank: int
+) -> Any:
+    """The executor of one rank. make_sampler gets the size of the vocabulary."""
+    if device.type == "cpu":
+        model, decoder = load_rank(config, rank, device)
+        sampler = make_sampler(model.vocab_size)
+        return CpuRank(config, decoder, sampler, GlooAllReduce(), rank, model.vocab_size)
+    from granikv.executor.gpu_rank import GpuRank  # needs triton
 
-
-def start_torch(config: EngineConfig, sampler: Sampler) -> TorchLeader:
-    """Executor of config.model on config.tp ranks, a process each. Raises Unavailable."""
-    return start_group(settings_of(config), lambda device: TorchLeader(config, sampler, device, 0))
+    # before the weights: its measurement needs memory for a moment
+    reduce = GpuAllReduce(config.all_reduce, device, getattr(torch, config.dtype))
+    model, decoder = load_rank(config, rank, device)
+    decoder.reduce = reduce
+    return GpuRank(config, decoder, make_sampler(model.vocab_size), device, rank, model.vocab_size)
 
 
 def load_rank(config: EngineConfig, rank: int, device: torch.device) -> tuple[ModelConfig, Decoder]:
-    """The whole model's shape, and the part of one rank, its sums reduced over all ranks."""
+    """The whole model's shape, and the part of one rank."""
     dtype = getattr(torch, config.dtype)
-    divisors = None
     if config.random_weights:
         model = read_shape(str(config.model))
-        read = random_reader(dtype, device, config.quantization)
+        shard = Shard(model, config.tp, rank)
+        weights = rank_weights(shard, random_reader(dtype, device, config.quantization))
     else:
         checkpoint = open_checkpoint(config.model, fp8=True)
-        model, divisors = checkpoint.config, checkpoint.rope_divisors
+        model = checkpoint.config
+        shard = Shard(model, config.tp, rank)
         read = checkpoint_reader(checkpoint, dtype, device, config.quantization)
-    shard = Shard(model, config.tp, rank)
-    decoder = Decoder(shard.rank_config, rank_weights(shard, read, divisors), device)
-    decoder.reduce = all_reduce
-    return model, decoder
+        weights = rank_weights(shard, read)
+        weights.rope_divisors = checkpoint.rope_divisors
+        weights.kv_scales = checkpoint.kv_scales()  # per layer: all ranks have the same
+    return model, Decoder(shard.rank_config, weights, device)
 
 
 def random_reader(
@@ -79,7 +99,7 @@ def checkpoint_reader(
     device: torch.device | str = "cpu",
     quantization: str | None = None,
 ) -> ReadPart:
-    """Reads a part's rows, and all of a tensor only when it gets one scale.
+    """Reads a part and nothing else, but for FP8: its rows, and all of a tensor that gets one scale.
 
     Rows are quantised before their columns are cut: scales do not depend on the number of ranks.
     Raises ModelFileError or Unsupported.
@@ -87,6 +107,8 @@ def checkpoint_reader(
 
     def read(part: Part) -> Weight:
         checkpoint.check(part.source, part.shape)
+        if quantization is None:
+            return checkpoint.part(part).to(dtype, copy=True)
         first, count = part.first, part.count
         if quantization == "fp8_per_tensor" and is_product(part.source):
             first, count = 0, part.shape[0]
@@ -111,9 +133,7 @@ def _cut(rows: Weight, part: Part, first: int) -> Weight:
     return part.columns_of(rows[begin : begin + part.count]).clone()
 
 
-def rank_weights(
-    shard: Shard, read: ReadPart, rope_divisors: torch.Tensor | None = None
-) -> ModelWeights:
+def rank_weights(shard: Shard, read: ReadPart) -> ModelWeights:
     """Fused weights of one rank; lm_head [vocab_shard, N] has zeros behind the vocabulary."""
     specs = {spec.name: spec for spec in shard.weights()}
 
@@ -130,7 +150,7 @@ def rank_weights(
         layers.append(LayerWeights(**fields))
     embedding = make("embedding")
     lm_head = embedding if shard.shares_embedding else make("lm_head")
-    return ModelWeights(embedding, layers, make("final_norm"), lm_head, rope_divisors)
+    return ModelWeights(embedding, layers, make("final_norm"), lm_head)
 
 
 def _join(spec: WeightSpec, parts: Sequence[Weight]) -> Weight:

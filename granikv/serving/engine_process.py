@@ -104,17 +104,32 @@ class EngineLoop:
             self.drain_deadline = time.monotonic() + self.drain_s
 
     def run(self) -> None:
-        threading.Thread(target=self.send_heartbeats, daemon=True).start()
+        self.heartbeats = threading.Thread(target=self.send_heartbeats, daemon=True)
+        self.heartbeats.start()
         while not self.stopping:
             outputs = self.take_commands()
             outputs += self.drain_if_due()
             if self.engine.has_work() and not self.stopping:
                 outputs += self.step()
             self.send(outputs)
+            self.end_with_executor()
             if self.drain_deadline is not None and not self.live and self.drained_file:
                 self.drained_file.touch()  # the launcher waits for it before it stops the server
                 self.drained_file = None
         self.engine.close()
+
+    def end_with_executor(self) -> None:
+        """Raises what ended a part of the engine, such as a rank, once every request has it."""
+        failure = getattr(self.engine, "failure", lambda: None)()
+        if failure is not None:
+            self.send([wire.error_output(request_id, failure) for request_id in self.live])
+            raise failure
+
+    def close(self) -> None:
+        """What was answered leaves before this process does."""
+        self.stopping = True
+        self.heartbeats.join()
+        self.context.destroy(linger=1000)
 
     def take_commands(self) -> list[wire.Output]:
         """Serve every command that arrived; wait for one (0.2 s at most) only when idle."""
@@ -242,11 +257,13 @@ def main() -> int:
     loop.reports.send(wire.encode(wire.Ready(os.getpid())))
     try:
         loop.run()
-    finally:
-        loop.stopping = True
         loop.reports.close()
         loop.commands.close()
-    return 0
+        return 0
+    except Exception:
+        traceback.print_exc()
+        loop.close()
+        return 1
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pathlib import Path
 from granikv.env import read as read_variable
 from granikv.errors import GraniKVError, InvalidArgument, ModelFileError, Unavailable
 from granikv.metrics import PROBE_PREFIX
-from granikv.processes import start_owned
+from granikv.processes import process_state, start_owned
 from granikv.serving.env_folder import find_env_folder, remove_env_folder
 from granikv.serving.listeners import listened_ports
 from granikv.serving.run_dir import LINKS, RunDir, remove_shared_memory
@@ -57,11 +57,7 @@ def _signal_pid(pid: int | None, number: int) -> None:
 
 def is_running(pid: int) -> bool:
     """False for a dead process, also when nobody has waited for it yet."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+    return process_state(pid) not in ("", "Z")
 
 
 def is_input(error: GraniKVError) -> bool:

@@ -19,7 +19,7 @@ from granikv.config_check import check_engine
 from granikv.engine import Engine
 from granikv.engines.build import BuildSettings, build
 from granikv.errors import EngineMismatch, InvalidArgument, ModelFileError, Unavailable
-from granikv.executor.ranks import TensorRTLeader, start_tensorrt
+from granikv.executor.ranks import RanksExecutor, start_tensorrt
 from granikv.executor.torch_executor import TorchExecutor
 from granikv.models import find_model, load_model
 from granikv.sampling import Sampler
@@ -55,7 +55,7 @@ def start(built, monkeypatch, manifest=None, **changes):
 @pytest.mark.parametrize("async_depth", [0, 1])
 def test_tokens_are_the_torch_executors(built, monkeypatch, async_depth):
     settings, executor = start(built, monkeypatch, async_depth=async_depth)
-    assert isinstance(executor, TensorRTLeader)
+    assert isinstance(executor, RanksExecutor)
     engine = make_engine(executor, settings)
     plain = config(profile="default")
     decoder = load_model(built[0])
@@ -66,17 +66,16 @@ def test_tokens_are_the_torch_executors(built, monkeypatch, async_depth):
         want, _ = run(reference, three_levels(), max_tokens=5)
         got, _ = run(engine, three_levels(), max_tokens=5)
         assert got == want
-    processes = executor._processes.processes
+    processes = executor.processes.processes
     engine.close()
     reference.close()
-    assert [process.returncode for process in processes] == [0]
-    assert not Path(executor._processes.store).parent.exists()
+    assert [process.returncode for process in processes] == [0, 0]
 
 
 def test_a_dead_rank_fails_the_step_by_name(built, monkeypatch):
     settings, executor = start(built, monkeypatch)
     engine = make_engine(executor, settings)
-    (process,) = executor._processes.processes
+    _, process = executor.processes.processes
     process.kill()
     process.wait()
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -93,14 +92,16 @@ import sys, time
 from granikv.config import EngineConfig
 from granikv.engines.manifest import load_manifest
 from granikv.executor.ranks import start_tensorrt
+from granikv.sampling import Sampler
 from pathlib import Path
 out = sys.argv[1]
 settings = EngineConfig(
     executor="tensorrt", engine_dir=out, plugin=out, device="cpu", dtype="float32", tp=2,
     capacity_tokens=512, max_requests=4, max_num_batched_tokens=32, max_seq_len=64,
 )
-executor = start_tensorrt(settings, load_manifest(Path(out)), None, "engine_double:from_folder")
-print(executor._processes.processes[0].pid, flush=True)
+sampler = Sampler(4, 97)
+executor = start_tensorrt(settings, load_manifest(Path(out)), sampler, "engine_double:from_folder")
+print(*[process.pid for process in executor.processes.processes], flush=True)
 time.sleep(60)
 """
 
@@ -111,17 +112,19 @@ def test_ranks_die_with_a_killed_leader(built):
     command = [sys.executable, "-c", LEADER, str(built[1])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as leader:
         try:
-            rank = os.pidfd_open(int(leader.stdout.readline()))
+            ranks = [os.pidfd_open(int(pid)) for pid in leader.stdout.readline().split()]
         finally:
             leader.kill()
-    assert select.select([rank], [], [], 10)[0], "the rank outlived its leader"
-    os.close(rank)
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert select.select([rank], [], [], 10)[0], "the rank outlived its leader"
+        os.close(rank)
 
 
 def test_a_rank_that_cannot_start_is_reported_at_once(built, monkeypatch):
-    monkeypatch.setattr("granikv.executor.ranks.sys.executable", "/bin/false")
+    monkeypatch.setattr("granikv.executor.rank_processes.sys.executable", "/bin/false")
     begin = time.monotonic()
-    with pytest.raises(Unavailable, match="rank 1.*ended with 1"):
+    with pytest.raises(Unavailable, match="rank 0.*ended with 1"):
         start(built, monkeypatch)
     assert time.monotonic() - begin < 10
 

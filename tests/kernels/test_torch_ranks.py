@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import os
 import sys
 from pathlib import Path
 
@@ -22,10 +22,9 @@ from granikv.engine import Engine
 from granikv.engines.checkpoint import open_checkpoint
 from granikv.engines.sharding import Shard
 from granikv.errors import InvalidArgument
-from granikv.executor import torch_ranks
+from granikv.executor import rank_processes, ranks, torch_ranks
 from granikv.executor.torch_executor import TorchExecutor
 from granikv.models import load_model
-from granikv.models.random_weights import load_random
 from granikv.models.weights import load_hf
 from granikv.sampling import Sampler
 
@@ -49,31 +48,30 @@ def engine_of(executor, config) -> Engine:
     return engine
 
 
-def sampler_of(config, vocab_size) -> Sampler:
-    return Sampler(config.max_requests, vocab_size, eos_token_ids=())
-
-
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("arch,random", [("Qwen2ForCausalLM", False), ("Qwen3ForCausalLM", True)])
-def test_two_ranks_give_the_tokens_of_one(arch, random, tmp_path):
-    path = make_tiny_hf(tmp_path / "model", arch, seed=3)
-    config = settings(device=DEVICE, tp=2, model=str(path), random_weights=random)
-    decoder = load_random(path) if random else load_model(path)
-    vocab_size = decoder.config.vocab_size
-    executor = torch_ranks.start_torch(config, sampler_of(config, vocab_size))
-    engine = engine_of(executor, config)
+def test_two_ranks_give_the_tokens_of_one(tmp_path, monkeypatch):
+    """As on GPUs, where there are two; tests/unit/test_ranks.py has other models and numbers."""
+    path = make_tiny_hf(tmp_path / "model", "Qwen2ForCausalLM", seed=3, num_hidden_layers=2)
+    config = settings(device=DEVICE, tp=2, model=str(path))
+    if DEVICE == "cpu":
+        places = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(places))
+        monkeypatch.setattr(rank_processes, "RANK_MODULE", "interpreted_rank")
+    decoder = load_model(path)
+    engine = engine_of(ranks.start_torch(config), config)
     plain = settings()
-    reference = engine_of(TorchExecutor(plain, decoder, sampler_of(plain, vocab_size)), plain)
+    sampler = Sampler(plain.max_requests, decoder.config.vocab_size, eos_token_ids=())
+    reference = engine_of(TorchExecutor(plain, decoder, sampler), plain)
     try:
-        for _ in range(2):  # cold, then warm: promotions move KV on both ranks
-            want, _ = run(reference, three_levels(), max_tokens=3)
-            got, _ = run(engine, three_levels(), max_tokens=3)
-            assert got == want
-        assert executor.decoder.config.num_qo_heads * 2 == decoder.config.num_qo_heads
+        want, _ = run(reference, three_levels()[:4], max_tokens=2, gap=2)
+        got, _ = run(engine, three_levels()[:4], max_tokens=2, gap=2)  # promotions move KV on both
+        assert got == want and engine.cache.counters["moved_tokens"] > 0
+        assert engine.model_config.num_qo_heads * 2 == decoder.config.num_qo_heads
+        assert engine.executor.plan_cutter is not None
     finally:
         engine.close()
         reference.close()
-    assert [process.returncode for process in executor._processes.processes] == [0]
+    assert [process.returncode for process in engine.executor.processes.processes] == [0, 0]
 
 
 @pytest.mark.parametrize("arch", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
@@ -92,11 +90,7 @@ def test_one_rank_has_the_weights_of_the_whole_model(arch, tmp_path):
             assert a is None or torch.equal(a, b), field.name
 
 
-def test_ranks_without_gpus_or_whole_heads_are_refused(tmp_path):
+def test_models_without_whole_heads_are_refused(tmp_path):
     path = make_tiny_hf(tmp_path / "model", "LlamaForCausalLM")
-    with pytest.raises(InvalidArgument, match="tp.*1 on the CPU"):
-        check_engine(settings(device="cpu", model=str(path), tp=2))
-    if DEVICE == "cuda":
-        raw = json.loads((path / "config.json").read_text())
-        with pytest.raises(InvalidArgument, match="num_qo_heads|intermediate_size"):
-            check_engine(settings(model=str(path), tp=raw["num_attention_heads"] + 1))
+    with pytest.raises(InvalidArgument, match="num_qo_heads"):
+        check_engine(settings(device="cpu", model=str(path), tp=3))
