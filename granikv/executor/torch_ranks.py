@@ -108,7 +108,9 @@ def checkpoint_reader(
     def read(part: Part) -> Weight:
         checkpoint.check(part.source, part.shape)
         if quantization is None:
-            return checkpoint.part(part).to(dtype, copy=True)
+            cut = checkpoint.part(part)
+            if cut.dtype.itemsize > 1:
+                return cut.to(dtype, copy=True)
         first, count = part.first, part.count
         if quantization == "fp8_per_tensor" and is_product(part.source):
             first, count = 0, part.shape[0]
