@@ -76,12 +76,15 @@ def run(settings: RankSettings, executor: Any, channel: RankChannel) -> None:
             channel.note(Digest.PLAN, zlib.crc32(content))
             plan, executor.keep_logits = arguments
             launched.put(executor.launch(plan))
-        elif order == "profile" and settings.rank == 0:
-            write_report(settings.reports, "profile", executor.profile(*arguments))
+        elif order == "profile":
+            if settings.rank == 0:
+                write_report(settings.reports, "profile", executor.profile(*arguments))
         elif order == "stop":
             launched.put(None)
             waiter.join()
             return
+        else:
+            raise ValueError(f"order: expected step, profile or stop, got {order!r}")
 
 
 def _report_outputs(settings: RankSettings, executor: Any, launched: queue.SimpleQueue) -> None:
