@@ -95,7 +95,12 @@ def serve(
 @app.command()
 def demo(
     short: Annotated[bool, typer.Option("--short", help="4 agents, 1 round.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("out/demo"),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the report: out/demo, or out/demo-short with --short, if absent."
+        ),
+    ] = None,
 ) -> None:
     """A multi-agent workload over gRPC: GraniKV against uniform paging, and a report.
 
@@ -104,7 +109,7 @@ def demo(
     with clear_errors():
         from granikv.demo.main import run_demo
 
-        code = run_demo(short, out)
+        code = run_demo(short, out or Path("out/demo-short" if short else "out/demo"))
     raise typer.Exit(code)
 
 

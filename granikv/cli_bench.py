@@ -201,8 +201,10 @@ def bench_host(
     with clear_errors():
         with _in_this_build("host"):
             from granikv.bench.host import run_host_bench
+            from granikv.bench.report import show_progress
 
-        cases = run_host_bench(num_requests, num_groups, num_steps=num_steps)
+        with show_progress("host") as progress:
+            cases = run_host_bench(num_requests, num_groups, num_steps=num_steps, progress=progress)
         finish(cases, "Host time of a decode step, us", json_file)
 
 

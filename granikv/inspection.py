@@ -184,7 +184,7 @@ def describe_server(series: dict[str, float]) -> dict[str, dict[str, object]]:
             "preemptions": int(get("preemptions")),
         },
         "KV cache now": {
-            "capacity, tokens": int(get("capacity_tokens")),
+            "capacity, tokens": int(get("capacity_tokens")) - 1,  # the last slot is for padding
             "used": f"{get('used_fraction'):.1%}",
             "HOT, tokens": int(get("kv_hot_tokens")),
             "COLD, tokens": int(get("kv_cold_tokens")),

@@ -171,10 +171,11 @@ def run_host_bench(
     suffix_len: int = 32,
     num_steps: int = 300,
     async_depth: int = 1,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> list[Case]:
     """Cases "steady-N", "churn-N" and "full-N" for each prefix length N.
 
-    A ratio above 1 is a median under BUDGET_US.
+    A ratio above 1 is a median under BUDGET_US. progress is told of every case.
 
     Lengths in tokens; root_len, the head of the prefix that all groups share, may be 0.
     """
@@ -184,6 +185,7 @@ def run_host_bench(
     cases = []
     for prefix_len in prefix_lens:
         for kind in ("steady", "churn", "full"):
+            progress(f"{kind}, prefixes of {prefix_len} tokens")
             # prefill takes some steps, during which the first requests decode already
             prefill_steps = 64 + 2 * num_groups * prefix_len // 16384
             engine = steady_engine(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -18,6 +20,7 @@ from granikv.demo.reference import (
 from granikv.demo.report import print_table, write_report
 from granikv.demo.runner import LAYOUTS, Response, RunResult, run_layout
 from granikv.demo.workload import AGENTS, MAX_ROUNDS
+from granikv.errors import Unavailable
 from granikv.outputs import check_output_folder
 
 NEAR_TIE_LIMIT = 0.02  # of the responses compared
@@ -58,11 +61,30 @@ def compare_with_transformers(
     return differences
 
 
+@contextmanager
+def only_demo_in(folder: Path) -> Iterator[None]:
+    """Raises Unavailable while another demo writes to the folder; that one's end frees it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Unavailable(
+                f"{folder}: another demo writes its report there; wait for it, or name another --out"
+            ) from None
+        yield
+
+
 def run_demo(short: bool, folder: Path, console: Console | None = None) -> int:
     """0 when every response arrived and the answers matched, else 1. Raises InvalidArgument when
-    the report could not be written to `folder`, and what starting a server raises."""
+    the report could not be written to `folder`, Unavailable when another demo writes there, and
+    what starting a server raises."""
     check_output_folder("--out", folder)
-    console = console or Console()
+    with only_demo_in(folder):
+        return _run_demo(short, folder, console or Console())
+
+
+def _run_demo(short: bool, folder: Path, console: Console) -> int:
     import_torch_with_sleeping_threads()
     num_agents, num_rounds = (4, 1) if short else (len(AGENTS), MAX_ROUNDS)
     console.print(f"{num_agents} agents that share a handbook, {num_rounds} round(s)")

@@ -187,10 +187,15 @@ def drive(
         progress.advance(bar)
         return response
 
-    with ThreadPoolExecutor(len(agents)) as pool:
+    pool = ThreadPoolExecutor(len(agents))
+    try:
         for round_index in range(num_rounds):
             rounds = [round_index] * len(agents)
             responses += pool.map(run_one, range(len(agents)), rounds)
+    except BaseException:  # the streams end with the server, which the caller stops now
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
     return responses
 
 

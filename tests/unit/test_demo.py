@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import gguf
@@ -15,9 +19,10 @@ import transformers
 from rich.console import Console
 
 from granikv.bench import transformers_model
-from granikv.demo import main
+from granikv.demo import main, runner
 from granikv.demo.reference import Reference
 from granikv.demo.runner import Response
+from granikv.errors import Unavailable
 from tests.helpers import TINY_VOCAB, make_tiny_hf
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
@@ -148,3 +153,38 @@ def test_only_this_process_gets_sleeping_threads():
     )
     assert report.returncode == 0, report.stderr
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in report.stderr
+
+
+def test_an_interrupt_does_not_wait_for_the_streams(monkeypatch):
+    server_is_there, begun = threading.Event(), threading.Event()
+
+    def stream(*arguments, **options) -> Response:
+        begun.set()
+        server_is_there.wait(60)
+        return Response("", 0, "")
+
+    monkeypatch.setattr(runner, "stream", stream)
+    agents = runner.conversations(2)
+    interrupt = threading.Thread(
+        target=lambda: (begun.wait(30), os.kill(os.getpid(), signal.SIGINT))
+    )
+    interrupt.start()
+    begin = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt), runner.Progress() as progress:
+            runner.drive("", agents, 3, progress, "a layout")
+        assert time.monotonic() - begin < 20  # 60 where the workers are waited for
+    finally:
+        server_is_there.set()
+        interrupt.join()
+
+
+def test_two_demos_do_not_write_one_report(tmp_path):
+    folder = tmp_path / "demo"
+    with main.only_demo_in(folder):
+        with pytest.raises(Unavailable, match="another demo writes"):
+            main.run_demo(True, folder, Console(file=io.StringIO()))
+        with main.only_demo_in(tmp_path / "another"):
+            pass
+    with main.only_demo_in(folder):
+        pass
