@@ -39,13 +39,19 @@ def test_a_value_that_cannot_be_parsed_is_named(name, value):
     assert name in str(caught.value) and value in str(caught.value)
 
 
-def test_settings_read_the_table():
-    environ = {"GRANIKV_ENGINE_CONFIG": '{"max_requests": 3}', "GRANIKV_ENGINE_CLASS": "a:B"}
+def test_settings_read_the_table(tmp_path):
+    environ = {
+        "GRANIKV_RUN_DIR": str(tmp_path),
+        "GRANIKV_ENGINE_CONFIG": '{"max_requests": 3}',
+        "GRANIKV_ENGINE_CLASS": "a:B",
+    }
     settings = read_settings({"engine_config": '{"max_requests": 9, "async_depth": 0}'}, environ)
     assert settings.engine_config == {"max_requests": 3, "async_depth": 0}
     assert settings.engine_class == "a:B"
     with pytest.raises(InvalidArgument, match="GRANIKV_ENGINE_CONFIG: name: .*got 'no_such_field'"):
-        read_settings({}, {"GRANIKV_ENGINE_CONFIG": '{"no_such_field": 3}'})
+        read_settings(
+            {}, {"GRANIKV_RUN_DIR": str(tmp_path), "GRANIKV_ENGINE_CONFIG": '{"no_such_field": 3}'}
+        )
 
 
 def test_a_default_is_the_readers_own():
