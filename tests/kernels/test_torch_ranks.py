@@ -50,7 +50,7 @@ def engine_of(executor, config) -> Engine:
 
 @pytest.mark.timeout(280)
 def test_two_ranks_give_the_tokens_of_one(tmp_path, monkeypatch):
-    """As on GPUs, where there are two; tests/unit/test_ranks.py has other models and numbers."""
+    """As on GPUs, where there are two; tests/unit/test_rank_processes.py has other models and numbers."""
     path = make_tiny_hf(tmp_path / "model", "Qwen2ForCausalLM", seed=3, num_hidden_layers=2)
     config = settings(device=DEVICE, tp=2, model=str(path))
     if DEVICE == "cpu":

@@ -100,3 +100,10 @@ def test_relative_links_in_the_documents_lead_somewhere():
     for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_names_of_test_files_are_unique():
+    """pytest imports them by name alone, and refuses two of one name."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) > 50
+    assert sorted(set(names)) == sorted(names)
