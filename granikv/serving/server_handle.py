@@ -31,8 +31,10 @@ from granikv.serving.run_dir import LINKS, RunDir, remove_shared_memory
 from granikv.serving.server_check import PROBE, check_server, read_parameters
 from granikv.serving.settings import ServingSettings, default_python
 from granikv.serving.tritonserver import (
+    STACK_BYTES,
     ServerAddress,
     check_ports,
+    check_stack,
     find_model_repository,
     find_tritonserver,
     last_errors,
@@ -119,6 +121,7 @@ class ServerHandle:
         check_ports(self.address)  # the quick check first
         if not self.num_starts:
             check_server(self.model_repository, environment, self.log_path)
+            check_stack()
         self.run_dir.clean()
         self.shm_prefix = f"granikv_{os.getpid()}_{uuid.uuid4().hex[:8]}_"
         self.run_dir.note(self.shm_prefix)
@@ -132,6 +135,7 @@ class ServerHandle:
         self.process = start_owned(
             command,
             signal.SIGTERM,  # stub and engine have the time to kill it: see run_dir.py
+            STACK_BYTES,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
