@@ -228,20 +228,24 @@ class ServerHandle:
         return {name: pid for name, pid in found.items() if pid}
 
     def wait_for_death(self) -> str | None:
-        """Name of the first process that dies, or None when a stop was asked for."""
+        """Name of the first process that dies, or None when a stop was asked for.
+
+        The server's when others are dead as well: it takes them along, and never the reverse."""
         poller = select.poll()
         names: dict[int, str] = {}
+        dead: set[str] = set()
         try:
             for name, pid in self.pids.items():
                 try:
                     names[os.pidfd_open(pid)] = name
                 except ProcessLookupError:
-                    return name
+                    dead.add(name)
             for descriptor in names:
                 poller.register(descriptor, select.POLLIN)
             while not self.stop_requested.is_set():
-                for descriptor, _ in poller.poll(200):
-                    return names[descriptor]
+                dead.update(names[descriptor] for descriptor, _ in poller.poll(0 if dead else 200))
+                if dead:
+                    return "server" if "server" in dead else dead.pop()
             return None
         finally:
             for descriptor in names:
@@ -310,7 +314,10 @@ class ServerHandle:
 
     def supervise(self, max_restarts: int) -> int:
         """Restart what dies until a stop is asked for. Returns the exit code of the launcher: 0; 1
-        when no restart is left; 2 when what kept it from starting again is like a taken port."""
+        when no restart is left; 2 when what kept it from starting again is like a taken port.
+
+        A served server that dies costs no restart, since a client can end Triton 2.51 with one
+        request: six of them would end the service."""
         restarts = 0
         while True:
             started = time.monotonic()
@@ -318,7 +325,7 @@ class ServerHandle:
             if dead is None:
                 return 0
             self.kill()
-            if time.monotonic() - started > 60:
+            if time.monotonic() - started > 60 or dead == "server":
                 restarts = 0
             then = "starting again" if restarts < max_restarts else "no restart is left"
             text = f"granikv: the {dead} process died; server killed, {then}"
