@@ -77,5 +77,8 @@ def test_words_are_bounded_in_number_and_length(name):
     words(b"w" * 1024)
     with pytest.raises(InvalidArgument, match=f"{name}: expected at most 256 words, got 257"):
         words(*[b"w"] * 257)
+    words(*[b"w" * 64] * 256)
+    with pytest.raises(InvalidArgument, match=f"{name}.*at most 16384 bytes in all.*got 16448 "):
+        words(*[b"w" * 64] * 255, b"w" * 128)
     with pytest.raises(InvalidArgument, match=f"{name}.*at most 1024 bytes.*got 1026 bytes"):
         words("é".encode() * 513)
