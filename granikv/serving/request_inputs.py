@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from granikv.errors import InvalidArgument, Quantity, Unsupported
+from granikv.errors import InvalidArgument, Quantity, Unsupported, shown
 from granikv.sampling_params import SamplingParams
 
 MAX_WORDS = 256  # stop_words, and bad_words
+MAX_NAME_BYTES = 1024  # id, cache_salt, prefix_id: they are kept
 MAX_WORD_BYTES = 1024
 MAX_WORDS_BYTES = 16384  # of all words: 10 ms to encode, 1 ms a token to look for
 RETURN_FLAGS = ("log_probs", "perf_metrics", "num_input_tokens", "num_output_tokens")
@@ -145,7 +147,31 @@ def decode(name: str, value: bytes | str) -> str:
         return value.decode("utf-8")
     except UnicodeDecodeError as error:
         expected = f"valid UTF-8 (byte {error.start} is not)"
-        raise InvalidArgument(name, value[:32], expected) from None
+        raise InvalidArgument(name, value, expected) from None
+
+
+def check_name(name: str, value: str) -> str:
+    """`value` itself. Raises InvalidArgument for a long one."""
+    size = len(value.encode(errors="replace"))
+    if size > MAX_NAME_BYTES:
+        raise InvalidArgument(name, Quantity(f"{size} bytes"), f"at most {MAX_NAME_BYTES} bytes")
+    return value
+
+
+def read_id(request: Any) -> str:
+    """The client's id of a Triton request; "" for none. Raises InvalidArgument."""
+    try:
+        return check_name("id", request.request_id())
+    except UnicodeDecodeError as error:
+        return decode("id", error.object)
+
+
+def is_stop(tensors: Mapping[str, np.ndarray]) -> bool:
+    """Whether the request ends the live one of its id, which it does for all its rows."""
+    stops = tensors.get("stop")
+    if stops is not None and np.any(stops) and not np.all(stops):
+        raise InvalidArgument("stop", stops.reshape(-1).tolist(), "the same in every row")
+    return stops is not None and bool(np.any(stops))
 
 
 def read_row(tensors: Mapping[str, np.ndarray], index: int, exclude_by_default: bool) -> Row:
@@ -161,7 +187,7 @@ def read_row(tensors: Mapping[str, np.ndarray], index: int, exclude_by_default: 
         if values is not None and name in COUNTS and np.any(values < 1):
             raise InvalidArgument(name, int(values.min()), "1: one sequence per request")
         if values is not None and changes_result(values):
-            raise Unsupported(f"{name}={values.tolist()[:4]!r}: this build does not serve it")
+            raise Unsupported(f"{name}={shown(values.tolist())}: this build does not serve it")
     sampling = read_sampling(read)
     SamplingParams(**sampling)
     priority = read.scalar("priority") or 0
@@ -176,8 +202,8 @@ def read_row(tensors: Mapping[str, np.ndarray], index: int, exclude_by_default: 
         text,
         sampling,
         read_words(read, "bad_words"),
-        read.text("cache_salt") or "",
-        read.text("prefix_id") or "",
+        check_name("cache_salt", read.text("cache_salt") or ""),
+        check_name("prefix_id", read.text("prefix_id") or ""),
         shared_prefix_len,
         priority,
         timeout_ms,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,14 @@ def test_a_hard_limit_that_is_too_low_is_told(monkeypatch, capsys):
     monkeypatch.setattr("resource.getrlimit", lambda _: (8 << 20, resource.RLIM_INFINITY))
     tritonserver.check_stack()
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["id", "cache_salt", "prefix_id"])
+@pytest.mark.parametrize("value", [b"n" * 1_000_000, b"\xff\xfe"], ids=["long", "no UTF-8"])
+def test_a_bad_name_is_refused_in_few_words(server, name, value):
+    body = b'{"%s":"%s","text_input":"a","max_tokens":1}' % (name.encode(), value)
+    request = urllib.request.Request(f"{server.address.http_url}/v2/models/granikv/generate", body)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=10)
+    text = refused.value.read().decode(errors="replace")
+    assert f"INVALID_ARG: {name}: expected" in text and len(text) < 300
