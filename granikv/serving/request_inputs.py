@@ -166,6 +166,17 @@ def read_id(request: Any) -> str:
         return decode("id", error.object)
 
 
+def read_tensors(request: Any) -> dict[str, np.ndarray]:
+    """Name -> array with the batch as first dimension. Raises InvalidArgument.
+
+    Triton 2.51 lets a batch of no rows pass and gives it without that dimension."""
+    tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+    for name, tensor in tensors.items():
+        if tensor.ndim < 2:
+            raise InvalidArgument(name, Quantity("none"), "a batch of at least 1 row")
+    return tensors
+
+
 def is_stop(tensors: Mapping[str, np.ndarray]) -> bool:
     """Whether the request ends the live one of its id, which it does for all its rows."""
     stops = tensors.get("stop")

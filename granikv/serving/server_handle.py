@@ -125,6 +125,7 @@ class ServerHandle:
         self.run_dir.clean()
         self.shm_prefix = f"granikv_{os.getpid()}_{uuid.uuid4().hex[:8]}_"
         self.run_dir.note(self.shm_prefix)
+        self.run_dir.claim_memory(self.shm_prefix)
         self.env_folder = None
         installation = find_tritonserver(self.run_dir.path / LINKS)
         command = server_command(

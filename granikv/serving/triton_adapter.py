@@ -21,7 +21,14 @@ from granikv.errors import AlreadyExists, Unavailable
 from granikv.metrics import PROBE_PREFIX, Stats
 from granikv.serving import wire
 from granikv.serving.engine_client import EngineClient
-from granikv.serving.request_inputs import Row, is_stop, missing, read_id, read_row
+from granikv.serving.request_inputs import (
+    Row,
+    is_stop,
+    missing,
+    read_id,
+    read_row,
+    read_tensors,
+)
 from granikv.serving.response_outputs import response_arrays
 from granikv.serving.settings import ServingSettings
 from granikv.serving.triton_metrics import TritonMetrics
@@ -67,8 +74,7 @@ class TritonAdapter:
         """Take one request. Whatever is wrong with it is answered, nothing is raised."""
         sender = request.get_response_sender()
         try:
-            tensors = {t.name(): t.as_numpy() for t in request.inputs()}
-            call_id = read_id(request)
+            call_id, tensors = read_id(request), read_tensors(request)
             if is_stop(tensors):
                 self.stop(call_id, sender)
                 return
