@@ -100,7 +100,7 @@ class Engine:
     ) -> None:
         """Queue a request. Raises InvalidArgument, AlreadyExists, Unsupported or Unavailable."""
         if request_id in self.requests:
-            raise AlreadyExists(f"request id {request_id!r}: a live request has it")
+            raise AlreadyExists(request_id)
         if adapter:
             raise Unsupported(f"adapter={adapter!r}: adapters are not served")
         if len(self.requests) >= self.config.max_queued_requests:

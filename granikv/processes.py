@@ -1,8 +1,8 @@
 """Processes that must not outlive the one that started them.
 
 As a program it is the wrapper of a command that knows nothing of its parent:
-`python processes.py SIGNAL PARENT_PID COMMAND...` becomes COMMAND, which gets the signal from the
-system when its parent dies.
+`python processes.py SIGNAL PARENT_PID STACK_BYTES COMMAND...` becomes COMMAND, which gets the
+signal from the system when its parent dies.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -36,15 +37,31 @@ def die_with_parent(parent_pid: int, by: int = signal.SIGKILL) -> None:
         sys.exit(f"parent {parent_pid} died while process {os.getpid()} started")
 
 
+def limit_stack(wanted_bytes: int) -> int:
+    """Sets this process's soft limit of a stack, as far as the hard limit allows; returns it.
+
+    The C library makes the threads' stacks of the programs that this process then becomes or
+    starts of that size (of 2 MB without a limit). It is address space; memory is what is used.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    allowed = wanted_bytes if hard == resource.RLIM_INFINITY else min(wanted_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_STACK, (allowed, hard))
+    return allowed
+
+
 def start_owned(
-    command: list[str], death_signal: int = signal.SIGKILL, **options: Any
+    command: list[str],
+    death_signal: int = signal.SIGKILL,
+    stack_bytes: int = 0,
+    **options: Any,
 ) -> subprocess.Popen:
     """Popen of a command that gets death_signal when this process dies, however it dies.
 
     The signal comes when the *thread* that started the command ends. So that is a thread of its
     own, which lives as long as the command and not as long as the caller's thread.
+    stack_bytes: see limit_stack; 0 leaves the limit as it is.
     """
-    who = [str(int(death_signal)), str(os.getpid())]
+    who = [str(int(death_signal)), str(os.getpid()), str(stack_bytes)]
     wrapped = [sys.executable, "-I", "-S", __file__, *who, *command]
     started: Future[subprocess.Popen] = Future()
 
@@ -64,4 +81,6 @@ def start_owned(
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[2]), int(sys.argv[1]))
-    os.execvp(sys.argv[3], sys.argv[3:])
+    if int(sys.argv[3]):
+        limit_stack(int(sys.argv[3]))
+    os.execvp(sys.argv[4], sys.argv[4:])

@@ -23,11 +23,13 @@ import zmq
 
 from granikv.errors import Unavailable
 from granikv.metrics import Stats
+from granikv.processes import limit_stack
 from granikv.serving import wire
 from granikv.serving.settings import ServingSettings
 
 logger = logging.getLogger(__name__)
 
+STACK_BYTES = 8 << 20  # of the engine's threads, Linux's usual
 TURN_MS = 500  # of the socket thread when nothing arrives
 SILENCE_S = 5.0  # beyond the step limit: heartbeats come every second, from a thread of their own
 
@@ -61,6 +63,7 @@ class EngineClient:
             socket.set(zmq.LINGER, 0)
             socket.set_hwm(0)
             socket.bind(address + suffix)
+        limit_stack(STACK_BYTES)  # the server's own is larger: see tritonserver.py
         self.process = subprocess.Popen(
             [
                 settings.python,

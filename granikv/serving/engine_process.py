@@ -1,7 +1,7 @@
 """The engine loop in a process of its own: `python -m granikv.serving.engine_process`.
 
-One turn: take all commands that arrived, step once, send one batch. Idle, it sleeps on the
-socket. It dies with its parent, and SIGTERM makes it drain: nothing new is accepted, what runs
+One turn: take the commands that arrived, for a short time when requests run, step once, send one
+batch. Idle, it sleeps on the socket. It dies with its parent, and SIGTERM makes it drain: nothing new is accepted, what runs
 may finish within --drain-s, the rest is answered UNAVAILABLE. It knows nothing of Triton.
 """
 
@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from pathlib import Path
 
 import zmq
@@ -31,6 +32,7 @@ from granikv.serving.run_dir import end_with_launcher
 from granikv.serving.settings import DEFAULT_ENGINE_CLASS, parse_engine_config
 
 STATS_PERIOD_S = 0.2
+ADMISSION_S = 0.03  # per step, while requests run: a prompt's encoding takes 0.4 us a byte
 MAX_FAILED_STEPS = 3  # in a row, without an output: the engine is beyond help
 
 
@@ -79,6 +81,7 @@ class EngineLoop:
             socket.set_hwm(0)
             socket.connect(address + suffix)
         self.live: set[str] = set()
+        self.waiting: deque[wire.Add | wire.Abort] = deque()  # received, in their order
         self.step_count = self.failed_steps = 0
         self.step_started: float | None = None
         self.stats_due = 0.0
@@ -113,7 +116,8 @@ class EngineLoop:
                 outputs += self.step()
             self.send(outputs)
             self.end_with_executor()
-            if self.drain_deadline is not None and not self.live and self.drained_file:
+            is_drained = self.drain_deadline is not None and not self.live and not self.waiting
+            if is_drained and self.drained_file:
                 self.drained_file.touch()  # the launcher waits for it before it stops the server
                 self.drained_file = None
         self.engine.close()
@@ -122,7 +126,8 @@ class EngineLoop:
         """Raises what ended a part of the engine, such as a rank, once every request has it."""
         failure = getattr(self.engine, "failure", lambda: None)()
         if failure is not None:
-            self.send([wire.error_output(request_id, failure) for request_id in self.live])
+            waiting = [c.request_id for c in self.waiting if isinstance(c, wire.Add)]
+            self.send([wire.error_output(i, failure) for i in [*self.live, *waiting]])
             raise failure
 
     def close(self) -> None:
@@ -132,29 +137,53 @@ class EngineLoop:
         self.context.destroy(linger=1000)
 
     def take_commands(self) -> list[wire.Output]:
-        """Serve every command that arrived; wait for one (0.2 s at most) only when idle."""
-        refused: list[wire.Output] = []
-        if not self.engine.has_work():
+        """Serve the commands that arrived, new requests for ADMISSION_S at most while others run,
+        the rest at the next turn. Waits for one (0.2 s at most) only when idle."""
+        if not self.engine.has_work() and not self.waiting:
             self.commands.poll(200)
+        self.receive()
+        refused: list[wire.Output] = []
+        deadline = time.monotonic() + ADMISSION_S
+        while self.waiting and not self.stopping:
+            command = self.waiting.popleft()
+            if isinstance(command, wire.Abort):
+                self.abort(command)
+            else:
+                refused += self.try_to_add(command)
+            if self.engine.has_work() and time.monotonic() > deadline:
+                break
+        return refused
+
+    def receive(self) -> None:
+        """What need not wait is served at once: a shutdown, and the abort of a request that the
+        engine has, whose Add can therefore not be waiting."""
         while True:
             try:
                 commands = wire.decode_commands(self.commands.recv(zmq.NOBLOCK))
             except zmq.Again:
-                return refused
+                return
             for command in commands:
-                if isinstance(command, wire.Add):
-                    try:
-                        self.add(command)
-                    except InvalidArgument as error:
-                        named = in_client_words(error, command.prompt)
-                        refused.append(wire.error_output(command.request_id, named))
-                    except Exception as error:
-                        refused.append(wire.error_output(command.request_id, error))
-                elif isinstance(command, wire.Abort):
-                    if command.request_id in self.live:
-                        self.engine.abort(command.request_id)
-                else:
+                if isinstance(command, wire.Shutdown):
                     self.stopping = True
+                elif isinstance(command, wire.Abort) and command.request_id in self.live:
+                    self.abort(command)
+                else:
+                    self.waiting.append(command)
+
+    def abort(self, command: wire.Abort) -> None:
+        if command.request_id in self.live:
+            self.engine.abort(command.request_id)
+
+    def try_to_add(self, command: wire.Add) -> list[wire.Output]:
+        """Its refusal, if the engine does not take it."""
+        try:
+            self.add(command)
+        except InvalidArgument as error:
+            named = in_client_words(error, command.prompt)
+            return [wire.error_output(command.request_id, named)]
+        except Exception as error:
+            return [wire.error_output(command.request_id, error)]
+        return []
 
     def add(self, command: wire.Add) -> None:
         if self.drain_deadline is not None:

@@ -76,7 +76,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--engine-class", help="module:Class of the engine")
     parser.add_argument("--log", type=Path, help="file for the server's output")
-    parser.add_argument("--max-restarts", type=_count, default=5)
+    parser.add_argument(
+        "--max-restarts",
+        type=_count,
+        default=5,
+        help="within a minute, for deaths of the stub and the engine and for starts that fail",
+    )
     parser.add_argument("--no-restart", action="store_true", help="exit 1 when a process dies")
     options = parser.parse_args(arguments)
     try:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from granikv.errors import InvalidArgument, Quantity, Unsupported
+from granikv.errors import InvalidArgument, Quantity, Unsupported, shown
 from granikv.sampling_params import SamplingParams
 
 MAX_WORDS = 256  # stop_words, and bad_words
+MAX_NAME_BYTES = 1024  # id, cache_salt, prefix_id: they are kept
 MAX_WORD_BYTES = 1024
+MAX_WORDS_BYTES = 16384  # of all words: 10 ms to encode, 1 ms a token to look for
 RETURN_FLAGS = ("log_probs", "perf_metrics", "num_input_tokens", "num_output_tokens")
 
 
@@ -144,7 +147,42 @@ def decode(name: str, value: bytes | str) -> str:
         return value.decode("utf-8")
     except UnicodeDecodeError as error:
         expected = f"valid UTF-8 (byte {error.start} is not)"
-        raise InvalidArgument(name, value[:32], expected) from None
+        raise InvalidArgument(name, value, expected) from None
+
+
+def check_name(name: str, value: str) -> str:
+    """`value` itself. Raises InvalidArgument for a long one."""
+    size = len(value.encode(errors="replace"))
+    if size > MAX_NAME_BYTES:
+        raise InvalidArgument(name, Quantity(f"{size} bytes"), f"at most {MAX_NAME_BYTES} bytes")
+    return value
+
+
+def read_id(request: Any) -> str:
+    """The client's id of a Triton request; "" for none. Raises InvalidArgument."""
+    try:
+        return check_name("id", request.request_id())
+    except UnicodeDecodeError as error:
+        return decode("id", error.object)
+
+
+def read_tensors(request: Any) -> dict[str, np.ndarray]:
+    """Name -> array with the batch as first dimension. Raises InvalidArgument.
+
+    Triton 2.51 lets a batch of no rows pass and gives it without that dimension."""
+    tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+    for name, tensor in tensors.items():
+        if tensor.ndim < 2:
+            raise InvalidArgument(name, Quantity("none"), "a batch of at least 1 row")
+    return tensors
+
+
+def is_stop(tensors: Mapping[str, np.ndarray]) -> bool:
+    """Whether the request ends the live one of its id, which it does for all its rows."""
+    stops = tensors.get("stop")
+    if stops is not None and np.any(stops) and not np.all(stops):
+        raise InvalidArgument("stop", stops.reshape(-1).tolist(), "the same in every row")
+    return stops is not None and bool(np.any(stops))
 
 
 def read_row(tensors: Mapping[str, np.ndarray], index: int, exclude_by_default: bool) -> Row:
@@ -160,7 +198,7 @@ def read_row(tensors: Mapping[str, np.ndarray], index: int, exclude_by_default: 
         if values is not None and name in COUNTS and np.any(values < 1):
             raise InvalidArgument(name, int(values.min()), "1: one sequence per request")
         if values is not None and changes_result(values):
-            raise Unsupported(f"{name}={values.tolist()[:4]!r}: this build does not serve it")
+            raise Unsupported(f"{name}={shown(values.tolist())}: this build does not serve it")
     sampling = read_sampling(read)
     SamplingParams(**sampling)
     priority = read.scalar("priority") or 0
@@ -175,8 +213,8 @@ def read_row(tensors: Mapping[str, np.ndarray], index: int, exclude_by_default: 
         text,
         sampling,
         read_words(read, "bad_words"),
-        read.text("cache_salt") or "",
-        read.text("prefix_id") or "",
+        check_name("cache_salt", read.text("cache_salt") or ""),
+        check_name("prefix_id", read.text("prefix_id") or ""),
         shared_prefix_len,
         priority,
         timeout_ms,
@@ -191,11 +229,13 @@ def read_words(read: RowReader, name: str) -> list[str]:
     words = read.texts(name)
     if len(words) > MAX_WORDS:
         raise InvalidArgument(name, len(words), f"at most {MAX_WORDS} words")
-    longest = max((len(word.encode(errors="replace")) for word in words), default=0)
-    if longest > MAX_WORD_BYTES:
-        raise InvalidArgument(
-            name, Quantity(f"{longest} bytes"), f"at most {MAX_WORD_BYTES} bytes in a word"
-        )
+    sizes = [len(word.encode(errors="replace")) for word in words]
+    for size, limit, where in (
+        (max(sizes, default=0), MAX_WORD_BYTES, "in a word"),
+        (sum(sizes), MAX_WORDS_BYTES, "in all words"),
+    ):
+        if size > limit:
+            raise InvalidArgument(name, Quantity(f"{size} bytes"), f"at most {limit} bytes {where}")
     return words
 
 

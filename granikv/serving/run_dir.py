@@ -30,7 +30,9 @@ from granikv.serving import env_folder
 
 FOLDER_PREFIX = "granikv_"  # of temporary folders
 LOCK = "launcher.lock"
+SHM = Path("/dev/shm")
 SHM_PREFIX = re.compile(r"granikv_\d+_[0-9a-f]+_")  # server_handle.py makes it
+SHM_LOCK = "lock"  # behind the prefix: held by the launcher of the server whose memory it is
 FAILURE = "stub.failure"
 STATE_FILES = ("stub.pid", "engine.pid", "engine.drained", FAILURE)
 LINKS = "home"  # of the server's backend; see tritonserver.py
@@ -50,6 +52,8 @@ class RunDir:
         self.is_temporary = wanted is None
         try:
             remove_stale_folders()
+            remove_stale_memory()
+            self._memory_lock: TextIO | None = None
             self._lock = _claim(wanted)
             self.lock_path = Path(self._lock.name)
             self.path = self.lock_path.parent
@@ -62,6 +66,15 @@ class RunDir:
             got = str(wanted) if wanted else "a temporary folder"
             raise InvalidArgument("GRANIKV_RUN_DIR", got, expected) from None
         self.clean()
+
+    def claim_memory(self, shm_prefix: str) -> None:
+        """As that of a living launcher's server; the one before is gone. Raises OSError."""
+        if self._memory_lock is not None:
+            self._memory_lock.close()
+        while True:
+            with contextlib.suppress(BlockingIOError):  # another launcher looked at it
+                self._memory_lock = lock_file(SHM / f"{shm_prefix}{SHM_LOCK}")
+                return
 
     def note(self, shm_prefix: str, tritons: Path | None = None) -> None:
         """What has to be removed when the launcher is gone; tritons: see env_folder.py.
@@ -97,6 +110,8 @@ class RunDir:
     def close(self) -> None:
         remove_folder(self.path, self.is_temporary)
         self._lock.close()
+        if self._memory_lock is not None:
+            self._memory_lock.close()
 
 
 def _claim(wanted: Path | None) -> TextIO:
@@ -165,6 +180,17 @@ def remove_stale_folders() -> None:
                 remove_folder(lock.parent, _noted(lock).get("is_temporary") is not False)
 
 
+def remove_stale_memory() -> None:
+    """Shared memory of this user's launchers that were killed and have no folder here that says so:
+    files whose lock nobody holds. A lock, for a pid may be another's, or of another container."""
+    for lock in SHM.glob(f"granikv_*_{SHM_LOCK}"):
+        prefix = lock.name.removesuffix(SHM_LOCK)
+        with contextlib.suppress(OSError):
+            if SHM_PREFIX.fullmatch(prefix) and lock.lstat().st_uid == os.getuid():
+                with lock_file(lock):
+                    remove_shared_memory(prefix)
+
+
 def remove_noted(lock: Path) -> None:
     """What the lock's last launcher noted and nobody removed."""
     remove_shared_memory(noted_prefix(lock))
@@ -192,7 +218,7 @@ def noted_env_folder(lock: Path) -> Path | None:
 
 def remove_shared_memory(prefix: str) -> None:
     """prefix: of a server's file names; "" for none."""
-    for path in Path("/dev/shm").glob(f"{prefix}*") if prefix else ():
+    for path in SHM.glob(f"{prefix}*") if prefix else ():
         path.unlink(missing_ok=True)
 
 

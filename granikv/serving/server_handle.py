@@ -31,8 +31,10 @@ from granikv.serving.run_dir import LINKS, RunDir, remove_shared_memory
 from granikv.serving.server_check import PROBE, check_server, read_parameters
 from granikv.serving.settings import ServingSettings, default_python
 from granikv.serving.tritonserver import (
+    STACK_BYTES,
     ServerAddress,
     check_ports,
+    check_stack,
     find_model_repository,
     find_tritonserver,
     last_errors,
@@ -115,9 +117,11 @@ class ServerHandle:
         check_ports(self.address)  # the quick check first
         if not self.num_starts:
             check_server(self.model_repository, environment, self.log_path)
+            check_stack()
         self.run_dir.clean()
         self.shm_prefix = f"granikv_{os.getpid()}_{uuid.uuid4().hex[:8]}_"
         self.run_dir.note(self.shm_prefix)
+        self.run_dir.claim_memory(self.shm_prefix)
         self.env_folder = None
         installation = find_tritonserver(self.run_dir.path / LINKS)
         command = server_command(
@@ -128,6 +132,7 @@ class ServerHandle:
         self.process = start_owned(
             command,
             signal.SIGTERM,  # stub and engine have the time to kill it: see run_dir.py
+            STACK_BYTES,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -220,20 +225,24 @@ class ServerHandle:
         return {name: pid for name, pid in found.items() if pid}
 
     def wait_for_death(self) -> str | None:
-        """Name of the first process that dies, or None when a stop was asked for."""
+        """Name of the first process that dies, or None when a stop was asked for.
+
+        The server's when others are dead as well: it takes them along, and never the reverse."""
         poller = select.poll()
         names: dict[int, str] = {}
+        dead: set[str] = set()
         try:
             for name, pid in self.pids.items():
                 try:
                     names[os.pidfd_open(pid)] = name
                 except ProcessLookupError:
-                    return name
+                    dead.add(name)
             for descriptor in names:
                 poller.register(descriptor, select.POLLIN)
             while not self.stop_requested.is_set():
-                for descriptor, _ in poller.poll(200):
-                    return names[descriptor]
+                dead.update(names[descriptor] for descriptor, _ in poller.poll(0 if dead else 200))
+                if dead:
+                    return "server" if "server" in dead else dead.pop()
             return None
         finally:
             for descriptor in names:
@@ -302,7 +311,10 @@ class ServerHandle:
 
     def supervise(self, max_restarts: int) -> int:
         """Restart what dies until a stop is asked for. Returns the exit code of the launcher: 0; 1
-        when no restart is left; 2 when what kept it from starting again is like a taken port."""
+        when no restart is left; 2 when what kept it from starting again is like a taken port.
+
+        A served server that dies costs no restart, since a client can end Triton 2.51 with one
+        request: six of them would end the service."""
         restarts = 0
         while True:
             started = time.monotonic()
@@ -310,7 +322,7 @@ class ServerHandle:
             if dead is None:
                 return 0
             self.kill()
-            if time.monotonic() - started > 60:
+            if time.monotonic() - started > 60 or dead == "server":
                 restarts = 0
             then = "starting again" if restarts < max_restarts else "no restart is left"
             text = f"granikv: the {dead} process died; server killed, {then}"

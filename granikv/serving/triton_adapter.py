@@ -21,7 +21,14 @@ from granikv.errors import AlreadyExists, Unavailable
 from granikv.metrics import PROBE_PREFIX, Stats
 from granikv.serving import wire
 from granikv.serving.engine_client import EngineClient
-from granikv.serving.request_inputs import Row, RowReader, missing, read_row
+from granikv.serving.request_inputs import (
+    Row,
+    is_stop,
+    missing,
+    read_id,
+    read_row,
+    read_tensors,
+)
 from granikv.serving.response_outputs import response_arrays
 from granikv.serving.settings import ServingSettings
 from granikv.serving.triton_metrics import TritonMetrics
@@ -67,11 +74,11 @@ class TritonAdapter:
         """Take one request. Whatever is wrong with it is answered, nothing is raised."""
         sender = request.get_response_sender()
         try:
-            tensors = {t.name(): t.as_numpy() for t in request.inputs()}
-            if RowReader(tensors, 0).flag("stop"):
-                self.stop(request.request_id(), sender)
+            call_id, tensors = read_id(request), read_tensors(request)
+            if is_stop(tensors):
+                self.stop(call_id, sender)
                 return
-            self._submit(request.request_id(), sender, tensors)
+            self._submit(call_id, sender, tensors)
         except Exception as error:
             self._send(sender, error=error, final=True)
 
@@ -126,7 +133,7 @@ class TritonAdapter:
         with self.lock:
             taken = [i for i in (call.call_id, *call.rows) if i in self.calls or i in self.owners]
             if taken:
-                raise AlreadyExists(f"request id {taken[0]!r} belongs to a live request")
+                raise AlreadyExists(taken[0])
             self.calls[call.call_id] = call
             self.owners.update(dict.fromkeys(call.rows, call))
 

@@ -11,6 +11,7 @@ import errno
 import importlib.util
 import os
 import re
+import resource
 import shutil
 import socket
 import sys
@@ -25,6 +26,13 @@ ERROR_LINE = re.compile(r"^E\d{4} |\berror:|Error: ", re.IGNORECASE)
 HARMLESS = "CudaDriverHelper has not been initialized"  # of every start without a GPU
 PORTS_PATIENCE_S = 0.6  # a killed server ends at once
 MAX_REASON = 1000  # characters of a log in an error
+# Of each thread of the server: address space, memory is what is used. Triton 2.51 parses an HTTP
+# body on the stack and dies when that is full. Measured, what it survived and what killed it:
+#   8 MB   text of 4 MB killed; 100,000 nested brackets, 600,000 chunks of a body too
+#   64 MB  text of 30 MB, 60 MB killed; 200,000 nested brackets, 1,000,000 killed
+#   256 MB text of 120 MB, 250 MB killed; 1,000,000 brackets that are never closed, 4,000,000 killed
+# Not more: what a request filled stays with its thread, and nobody sends such texts in earnest.
+STACK_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,17 @@ def check_ports(address: ServerAddress) -> None:
                 expected = f"a free port of {address.host} ({error.strerror})"
                 raise InvalidArgument(name, port, expected)
             time.sleep(0.05)
+
+
+def check_stack() -> None:
+    """Warns when the hard limit is below STACK_BYTES."""
+    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    if hard != resource.RLIM_INFINITY and hard < STACK_BYTES:
+        print(
+            f"granikv: warning: the hard limit of the stack (ulimit -Hs) is {hard >> 10} KiB, below "
+            f"{STACK_BYTES >> 10} KiB: HTTP requests of {hard // 2 >> 10} KiB may end the server",
+            file=sys.stderr,
+        )
 
 
 def _bind_error(host: str, port: int) -> OSError | None:

@@ -48,7 +48,7 @@ class FakeEngine:
         shared_prefix_len=0, priority=0,
     ) -> None:  # fmt: skip
         if request_id in self.requests:
-            raise AlreadyExists(f"request id {request_id!r} is live")
+            raise AlreadyExists(request_id)
         if len(self.requests) >= self.config.max_queued_requests:
             limit = self.config.max_queued_requests
             raise Unavailable(f"queue full: {len(self.requests)} of {limit} requests")

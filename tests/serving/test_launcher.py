@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from granikv.serving.tritonserver import (
     server_environment,
 )
 from tests.helpers import make_tiny_hf
-from tests.serving.conftest import FAKE_ENV, start_server
+from tests.serving.conftest import FAKE_ENV, ROOT, start_server
 from tests.serving.http_text import post, wait_until
 from tests.serving.test_shutdown import launcher, read_ready, shm_files
 
@@ -215,6 +216,23 @@ def test_temporary_folders_of_killed_launchers_go_at_the_next_start(tmp_path, mo
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"granikv_other", living.path.name} and not memory.exists()
     living.close()
+
+
+def test_memory_of_a_killed_launcher_goes_at_any_later_start(tmp_path):
+    """Also when its folder is one that no later launcher is given. A living one's stays."""
+    code = "import sys\nfrom granikv.serving.run_dir import *\n"
+    code += "folder = RunDir(Path(sys.argv[1]))\nfolder.claim_memory(sys.argv[2])\n"
+    code += "(SHM / f'{sys.argv[2]}region').touch()\nprint(flush=True)\ntime.sleep(60)"
+    prefix = f"granikv_{os.getpid()}_{os.urandom(4).hex()}_"
+    command = [sys.executable, "-c", code, str(tmp_path), prefix]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        RunDir().close()
+        left = sorted(path.name for path in Path("/dev/shm").glob(f"{prefix}*"))
+        process.kill()
+    assert left == [f"{prefix}lock", f"{prefix}region"]
+    RunDir().close()
+    assert not list(Path("/dev/shm").glob(f"{prefix}*"))
 
 
 def test_a_note_names_only_files_of_ours(tmp_path):

@@ -249,6 +249,12 @@ def test_c65_c67_absurd_shapes(server, shape, for_both):
     assert server.num_starts == 1
 
 
+def test_c65_c67_no_row_with_the_bytes_of_one(server):
+    answer = ask_with_shapes(server, [0, 1], [0, 1], ONE_TEXT)
+    assert answer.texts == [] and "INVALID_ARG" in answer.errors[0]
+    assert "expected a batch of at least 1 row, got none" in answer.errors[0]
+
+
 @pytest.mark.parametrize("text", [[], [[]], ["a", "b"]], ids=str)
 def test_c65_c67_absurd_shapes_over_http(server, text):
     url = f"{server.address.http_url}/v2/models/granikv/generate"

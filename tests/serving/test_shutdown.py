@@ -69,6 +69,19 @@ def test_c71_a_killed_process_fails_streams_fast_and_the_service_returns(tmp_pat
         assert ask(server.address.grpc_url, **QUICK).text == "a b c "
 
 
+def test_requests_that_end_the_server_use_up_no_restarts(tmp_path):
+    """Triton 2.51 dies of a division by zero when gRPC asks for the classes of a text output."""
+    with start_server(tmp_path / "server.log", max_restarts=1) as server:
+        for deaths in (1, 2):
+            server.restarted.clear()
+            os.kill(server.pids["server"], signal.SIGFPE)
+            killed = time.monotonic()
+            assert server.restarted.wait(20), f"not after death {deaths}"
+            assert time.monotonic() - killed < 10
+        assert server.num_starts == 3
+        assert ask(server.address.grpc_url, **QUICK).text == "a b c "
+
+
 def launcher(*arguments: str) -> subprocess.Popen:
     http, grpc, metrics = free_ports(3)
     ports = [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -67,3 +68,18 @@ def test_codes_and_errors_reach_the_caller(tmp_path):
     assert start_owned(["/bin/sh", "-c", "exit 7"]).wait(10) == 7
     with pytest.raises(FileNotFoundError):
         start_owned(["/bin/true"], cwd=tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("hard", "expected"),
+    [(resource.RLIM_INFINITY, "65536 unlimited"), (32 << 20, "32768 32768")],
+)
+def test_a_command_gets_its_stack_as_far_as_the_hard_limit_allows(hard, expected):
+    """Also instead of an unlimited one, for which the C library's threads have 2 MB."""
+    shell = ["/bin/sh", "-c", "echo $(ulimit -s) $(ulimit -Hs)"]
+    script = f"from granikv.processes import start_owned\nstart_owned({shell}, 9, 64 << 20).wait()"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_STACK, (hard, hard)),
+    )  # fmt: skip
+    assert done.stdout.split() == expected.split()

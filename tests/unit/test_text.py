@@ -252,6 +252,29 @@ def test_a_text_is_refused_for_its_size_only_when_no_tokens_could_hold_it(tokeni
             one.check_size(text, max(1, len(one.encode(text))))
 
 
+def test_no_text_that_fits_is_refused_by_its_parts(tokenizer, spaced):
+    """Long words without a gap, where a part's last word is all of it, and others."""
+    rng = random.Random(11)
+    pieces = [*"aA7 .\n_", "ab", "abc", "é", "\u1112\u1161\u11ab", "\U0001f600", "=" * 16, " the"]
+    for one in (tokenizer, spaced):
+        for _ in range(60):
+            chosen = rng.sample(pieces, rng.randrange(1, 4))
+            text = "".join(rng.choices(chosen, k=rng.randrange(1, 1500)))
+            one.check_size(text, max(1, len(one.encode(text))))
+
+
+@pytest.mark.parametrize("unit", ["a", "7", "hello ", "\U0001f600"])
+def test_a_text_of_too_many_tokens_is_encoded_in_part_only(tokenizer, monkeypatch, unit):
+    encode, num_chars = Tokenizer.encode, []
+    monkeypatch.setattr(
+        Tokenizer, "encode", lambda self, text: num_chars.append(len(text)) or encode(self, text)
+    )
+    text = unit * (165_000 // len(unit.encode()))
+    with pytest.raises(InvalidArgument, match="fewer than 2048 .*got more than 2048 tokens$"):
+        tokenizer.check_size(text, 2048)
+    assert sum(num_chars) <= 7 * 8192
+
+
 def test_a_huge_text_is_refused_before_it_is_encoded(tokenizer, monkeypatch):
     from granikv.bench.host import NullExecutor
     from granikv.config import EngineConfig, ModelConfig
