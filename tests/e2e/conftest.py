@@ -16,7 +16,7 @@ from tiny_engine import ARCHS
 from granikv.models import load_model
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def models(tmp_path_factory):
     import transformers
 
