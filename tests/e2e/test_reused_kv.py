@@ -9,7 +9,7 @@ import pytest
 from tiny_engine import ARCHS, Made, add, assert_matched, check_clean, make_engine, run, tokens
 
 from granikv.cache.prefix_tree import PrefixTree
-from granikv.core import ColdItem, Count, FinishReason
+from granikv.core import ColdItem, Count, ExtendSegment, FinishReason
 
 LAYOUTS = ["asymmetric", "uniform"]
 LARGE = 1e4  # of a stale K or V: what it does to logits, no tolerance hides
@@ -173,6 +173,10 @@ def test_c25_lengths_at_a_page_multiple_read_nothing_stale(models, layout, stale
         np.add.at(lengths, plan.cold_items[:, ColdItem.ROW], plan.cold_items[:, ColdItem.LEN])
         assert not plan.counts[Count.NUM_HOT_ITEMS]
         assert lengths.tolist() == (plan.row_position[:num_rows] + 1).tolist()
+        for i in range(plan.counts[Count.NUM_EXTEND_REQUESTS]):
+            parts = slice(plan.extend_indptr[i], plan.extend_indptr[i + 1])
+            length = int(plan.extend_segments[parts, ExtendSegment.LEN].sum())
+            assert length == plan.row_position[plan.qo_indptr[i + 1] - 1] + 1
         planned.update(lengths.tolist())
         return launch(plan)
 
