@@ -309,8 +309,7 @@ class Engine:
         stopped = False
         detokenizer = self._detokenizers.get(request.request_id)
         if detokenizer is not None and not is_end:
-            out.text, stopped = detokenizer.push([token])
-            stopped = stopped and made >= params.min_tokens
+            out.text, stopped = detokenizer.push([token], may_stop=made >= params.min_tokens)
         self._outputs.append(out)
         if is_end or stopped:
             self._finish(request, FinishReason.STOP, out)

@@ -352,11 +352,14 @@ class Detokenizer:
         self._held = ""  # decoded, and perhaps the start of a stop string
         self.matched_stop: str | None = None
 
-    def push(self, ids: Iterable[int]) -> tuple[str, bool]:
-        """(new text, stopped). After a stop, everything more is ignored."""
+    def push(self, ids: Iterable[int], may_stop: bool = True) -> tuple[str, bool]:
+        """(new text, stopped). After a stop, everything more is ignored.
+
+        may_stop: False while a stop string that these ids complete is text like any other.
+        """
         if self.matched_stop is not None:
             return "", True
-        return self._advance(self._decoder.push(ids))
+        return self._advance(self._decoder.push(ids), may_stop)
 
     def flush(self) -> str:
         """What is held back at the end: a partial stop string, incomplete bytes as U+FFFD."""
@@ -366,13 +369,13 @@ class Detokenizer:
         rest, self._held = self._held, ""
         return delta + ("" if self.matched_stop is not None else rest)
 
-    def _advance(self, text: str) -> tuple[str, bool]:
+    def _advance(self, text: str, may_stop: bool = True) -> tuple[str, bool]:
         if not self._stop:
             return text, False
         text = self._held + text
         self._held = ""
         found = [(text.find(x) + len(x), -len(x), x) for x in self._stop if x in text]
-        if found:
+        if found and may_stop:
             end, negative_len, self.matched_stop = min(found)
             return text[: end if self._include_stop else end + negative_len], True
         keep = max(_held_len(text, x) for x in self._stop)

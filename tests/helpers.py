@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 TINY_VOCAB = 97
+COLLECTIONS = (dict, list, set, deque)
 
 
 def make_tiny_hf(path: str | Path, arch: str = "LlamaForCausalLM", seed: int = 0, **overrides) -> Path:  # fmt: skip
@@ -64,3 +67,27 @@ def dense_attend(config, lengths: list[int] | None = None):
         return torch.cat(outs)
 
     return attend
+
+
+def map_sizes(name: str, root: object) -> dict[str, int]:
+    """Length by shortest path ("engine.cache.tree.roots"). Only objects of granikv are walked.
+
+    What a collection holds is not walked: it is counted.
+    """
+    sizes, seen, queue = {}, set(), deque([(name, root)])
+    while queue:
+        path, one = queue.popleft()
+        if isinstance(one, COLLECTIONS):
+            sizes[path] = len(one)
+        elif type(one).__module__.startswith("granikv") and id(one) not in seen:
+            seen.add(id(one))
+            queue += [(f"{path}.{field}", value) for field, value in _fields(one)]
+    return sizes
+
+
+def _fields(one: object) -> Iterator[tuple[str, object]]:
+    yield from getattr(one, "__dict__", {}).items()
+    for kind in type(one).__mro__:
+        for field in getattr(kind, "__slots__", ()):
+            if hasattr(one, field):
+                yield field, getattr(one, field)

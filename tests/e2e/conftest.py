@@ -15,12 +15,14 @@ from tiny_engine import ARCHS
 
 from granikv.models import load_model
 
+LONG = {"max_position_embeddings": 8192}
 
-@pytest.fixture(scope="module")
+
+@pytest.fixture(scope="session")
 def models(tmp_path_factory):
     import transformers
 
-    folders = {a: make_tiny_hf(tmp_path_factory.mktemp(a), a, seed=3) for a in ARCHS}
+    folders = {a: make_tiny_hf(tmp_path_factory.mktemp(a), a, seed=3, **LONG) for a in ARCHS}
     return {
         a: (
             load_model(f),

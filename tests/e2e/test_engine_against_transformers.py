@@ -20,7 +20,7 @@ from tiny_engine import (
 )
 
 from granikv.core import FinishReason
-from granikv.errors import AlreadyExists, InvalidArgument, Unsupported
+from granikv.errors import AlreadyExists, Unsupported
 from granikv.sampling_params import SamplingParams
 
 
@@ -65,19 +65,6 @@ def test_c02_whole_prompt_cached_recomputes_the_last_token(models, layout, reuse
     engine.close()
 
 
-def test_c01_cold_and_warm_are_equal(models):
-    prompt = tokens(21, 200)
-    engine = make_engine(models)
-    warm = [run(engine, [prompt], max_tokens=20)[0][0] for _ in range(4)]
-    engine.close()
-    engine = make_engine(models, enable_prefix_caching=False)
-    warm.append(run(engine, [prompt], max_tokens=20)[0][0])
-    engine.close()
-    for got in warm:
-        assert_matched(models, ARCHS[0], prompt, got)
-        assert got == warm[0]  # no near-tie is in this prompt's output
-
-
 @pytest.mark.parametrize("layout", ["asymmetric", "uniform"])
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
 def test_c04_lengths_around_an_extents_end(models, length, layout):
@@ -94,18 +81,6 @@ def test_c04_lengths_around_an_extents_end(models, length, layout):
         if warm:
             reusable = [(len(one) - 1) // page * page for one in prompts]
             assert engine.counters["cached_tokens"] - before >= sum(reusable)
-    engine.close()
-
-
-def test_c05_arrivals_together_compute_the_prefix_once(models):
-    prefix = tokens(24, 128)
-    prompts = [[*prefix, 3 + i, *tokens(100 + i, 7)] for i in range(32)]
-    engine = make_engine(models)
-    made, _ = run(engine, prompts, max_tokens=4)
-    for prompt, got in zip(prompts, made, strict=True):
-        assert_matched(models, ARCHS[0], prompt, got)
-    assert engine.counters["cached_tokens"] == 31 * 128
-    assert engine.cache.counters["extents"] == 1
     engine.close()
 
 
@@ -187,17 +162,6 @@ def test_promotion_of_a_prefix_that_turns_out_shared(models):
     engine.close()
 
 
-def test_c47_the_tail_is_evicted_before_the_head(models):
-    engine = make_engine(models, capacity_tokens=129)
-    chain = tokens(32, 96)
-    run(engine, [chain], max_tokens=1)
-    run(engine, [tokens(33, 64)], max_tokens=1)
-    before = engine.counters["cached_tokens"]
-    run(engine, [chain], max_tokens=1)
-    assert engine.counters["cached_tokens"] - before >= 60
-    engine.close()
-
-
 @pytest.mark.parametrize("chunk", [64, 512])
 def test_c50_a_large_request_starts_within_a_bounded_wait(models, chunk):
     """Small ones keep passing a request that does not fit, but at most 32 of them."""
@@ -234,16 +198,6 @@ def test_c50_one_step_admits_no_more_than_may_pass(models):
     engine.close()
 
 
-def test_c52_progress_with_a_full_cache(models):
-    engine = make_engine(models, capacity_tokens=200)
-    for i in range(3):
-        run(engine, [tokens(600 + i, 55)], max_tokens=2)
-    prompts = [tokens(610 + i, 90) for i in range(50)]
-    made, _ = run(engine, prompts, max_tokens=2)
-    assert all(len(one) == 2 for one in made)
-    engine.close()
-
-
 class UnseenName(str):
     """An adapter's name that passes the refusal: the engine's key keeps it apart all the same."""
 
@@ -270,9 +224,10 @@ def test_c08_salt_and_adapter_are_apart(models, order):
 
 
 def test_c43_c79_submit_and_cancel_leaves_nothing(models):
+    """300 pairs with a model; tests/unit/test_cancels.py has 10,000 without one."""
     engine = make_engine(models)
     params = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
-    for i in range(1000):
+    for i in range(300):
         engine.add_request(f"c{i}", tokens(700 + i % 7, 20), params)
         if i % 3 == 0:
             engine.step()
@@ -296,18 +251,6 @@ def test_c35_a_live_id_is_refused_and_the_first_is_unharmed(models):
         made += [t for out in engine.step() for t in out.token_ids]
     made.logits = engine.recorded_logits["same"]
     assert_matched(models, ARCHS[0], prompt, made)
-    check_clean(engine)
-    engine.close()
-
-
-@pytest.mark.parametrize(
-    "length,max_tokens", [(0, 4), (256, 1), (2560, 1), (200, 57), (5, 2**31 - 1)]
-)
-def test_c53_c58_c59_lengths_are_refused_on_arrival(models, length, max_tokens):
-    engine = make_engine(models)
-    with pytest.raises(InvalidArgument):
-        engine.add_request("bad", tokens(37, length), SamplingParams(max_tokens=max_tokens))
-    assert not engine.has_work()
     check_clean(engine)
     engine.close()
 

@@ -22,6 +22,7 @@ from granikv.chat import Chat, local_answer
 from granikv.text import load_tokenizer
 
 pytestmark = pytest.mark.timeout(240)
+SEVEN_THINGS = ("a king", "the river", "two cats", "in Paris", "her son", "snow", "nobody")
 HANDBOOK = "You belong to a team of agents that answer briefly and in plain words. " * 64
 
 
@@ -92,17 +93,26 @@ def test_c40_cancel_stops_generation_and_frees_the_slots(server):
 
 
 def test_c59_one_bad_length_among_seven_good(server):
+    """The texts of the seven are those that each gives alone."""
+    fields = {"max_tokens": 4, "exclude_input_in_output": True, "end_id": -1}
+    prompts = [f"Once upon a time, {thing}" for thing in SEVEN_THINGS]
     with Stream(server.address.grpc_url) as stream:
-        for i in range(7):
-            stream.send(f"good{i}", text_input=f"Say {i}.", max_tokens=3)
-        stream.send("bad", text_input="Say it.", max_tokens=5000)
-        for i in range(7):
-            assert len(stream.wait(f"good{i}", 30).outputs) == 1 or stream.answers[""].errors
+        alone = [stream.ask(f"a{i}", 30, text_input=p, **fields) for i, p in enumerate(prompts)]
+        for i, prompt in enumerate(prompts):
+            stream.send(f"good{i}", text_input=prompt, **fields)
+            if i == 3:
+                stream.send("bad", text_input="Say it.", max_tokens=5000)
+        while sum(answer.is_final for answer in stream.answers.values()) < 14:
+            stream.receive(30)
         while "" not in stream.answers:
             stream.receive(10)
+        good = [stream.answers[f"good{i}"] for i in range(7)]
         (error,) = stream.answers[""].errors
     assert "INVALID_ARG" in error and "max_tokens" in error and "5000" in error
-    assert sum(stream.answers[f"good{i}"].is_final for i in range(7)) == 7
+    for one, other in zip(good, alone, strict=True):
+        assert one.is_final and not one.errors and len(one.outputs) == 1
+        assert one.text == other.text and int(one.last["num_output_tokens"].item()) == 4
+    assert len({one.text for one in good}) == 7, "texts that differ show whose is whose"
 
 
 def test_c58_huge_max_tokens_are_refused_and_nothing_dies(server):

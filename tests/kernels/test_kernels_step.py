@@ -108,6 +108,28 @@ def test_c23_scores_far_below_any_sentinel():
     Step(MIXED[:3], scale=120.0).check()
 
 
+def test_c22_a_long_prefix_and_a_short_suffix_merge_in_one_base():
+    """Against one pass of fp32 attention; scores of 0 then show the base of each part's LSE."""
+    suffixes = (1, 5, 16)
+    rows = [Row([(0, 0, 4096)], n) for n in suffixes]
+    step = Step(rows, heads=(2, 1), dtype=torch.float16, capacity=4160, cold_from=4096, max_seq_len=4128)  # fmt: skip
+    attention = step.attention()
+    out = step.run(attention).float().view(3, 2, 64)
+    k, v = attention.k_arena[1].cpu().float(), attention.v_arena[1].cpu().float()
+    for i, slots in enumerate(step.slots):
+        index = torch.from_numpy(slots).long()
+        weights = (step.q[i].float() @ k[index, 0].T * 64**-0.5).softmax(-1)
+        assert float((out[i] - weights @ v[index, 0]).abs().max()) < 2e-3
+    step.q.zero_()
+    step.run(attention)
+    plan, lse = step.plan, attention.lse_partials.cpu()
+    for i, n in enumerate(suffixes):
+        parts = plan.merge_partials[plan.merge_indptr[i] : plan.merge_indptr[i + 1]]
+        assert len(parts) > 1
+        num_keys = torch.exp2(lse[torch.from_numpy(parts).long()]).sum(0)
+        torch.testing.assert_close(num_keys, torch.full((2,), 4096.0 + n), rtol=1e-4, atol=0.0)
+
+
 def test_c25_lengths_at_a_block_multiple():
     Step([Row([], n) for n in (15, 16, 17, 31, 32, 33, 48, 63, 64, 65)]).check()
 

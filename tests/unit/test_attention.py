@@ -18,7 +18,7 @@ from granikv.core import Count, HotVariant, SpanKind, StepPlan
 HEADS = [(9, 3), (8, 8), (8, 1), (4, 2)]
 ABSURD = 2**30  # in every index that no kernel may read
 CAPACITY = 8192
-MAX_SEQ_LEN = 4096
+MAX_SEQ_LEN = 4160
 DIM = 16
 
 
@@ -170,7 +170,7 @@ class Bench:
             q, k, v, twin_k, twin_v, self.request_slots, plan, DIM**-0.5
         )
         outs = {"twin": twin}
-        for kernel in ("torch", *(["native"] if native.library() else [])):
+        for kernel in KERNELS:
             attention = CpuAttention(self.config, self.k, self.v, self.request_slots)
             attention.use_native = kernel == "native"
             attention.prepare(plan)
@@ -204,6 +204,7 @@ class Bench:
 
 
 VARIANTS = list(HotVariant)
+KERNELS = ["torch", *(["native"] if native.library() else [])]
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -281,13 +282,31 @@ def test_c20_row_without_partials_gives_zero():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_c22_long_prefix_short_suffix(variant, suffix):
     b = Bench((9, 3))
-    b.check([Row([(0, 0, 4000)], b.slots(suffix)) for _ in range(3)], variant)
+    b.check([Row([(0, 0, 4096)], b.slots(suffix)) for _ in range(3)], variant)
 
 
 def test_c22_lse_is_base_2():
     q, k = torch.ones(1, 1, 4), torch.ones(8, 1, 4)
     _, lse_log2 = reference.attention_state(q, k, k, sm_scale=0.0)
     assert lse_log2.item() == pytest.approx(3.0)  # log2 of 8 equal scores of 0
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_c22_lse_of_every_part_is_natural_on_the_cpu(variant, kernel):
+    """As its interface says. All scores are 0, so a part's exp(lse) is the number of its keys."""
+    b, suffixes = Bench((9, 3)), (1, 5, 16)
+    b.k[1], b.v[1] = torch.randn(b.k[1].shape), torch.randn(b.v[1].shape)
+    rows = [Row([(0, 0, 4096)], b.slots(n)) for n in suffixes]
+    attention = CpuAttention(b.config, b.k, b.v, b.request_slots)
+    attention.use_native = kernel == "native"
+    attention.prepare(build_plan(rows, variant, b.request_slots))
+    attention.run(1, torch.zeros(3, 9, DIM), *torch.randn(2, 3, 3, DIM))
+    parts = attention.parts.merge_index
+    assert parts is not None and parts.shape[1] > 1
+    num_keys = attention._lse[parts].double().exp().sum(1)
+    want = torch.tensor([[4096.0 + n] * 9 for n in suffixes], dtype=torch.float64)
+    torch.testing.assert_close(num_keys, want, rtol=1e-5, atol=0.0)
 
 
 def test_c25_lengths_at_a_page_multiple_read_nothing_stale():
@@ -298,14 +317,17 @@ def test_c25_lengths_at_a_page_multiple_read_nothing_stale():
     index = torch.from_numpy(slots).long()
     b.k[1, index], b.v[1, index] = torch.randn(48, 3, DIM), torch.randn(48, 3, DIM)
     b.k[0], b.v[0] = math.nan, math.nan
-    for n in range(15, 49):
+    for n in (15, 16, 17, 31, 32, 33, 47, 48):
         b.check([Row([], slots[:n])], HotVariant.CASCADE)
 
 
-def test_c26_short_sequences_give_identical_rows():
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_c26_short_sequences_give_identical_rows(kernel):
+    """No page to choose here: slots are named one by one. test_reused_kv.py has pages of 16."""
     b = Bench((4, 2))
     plan = build_plan([Row([], b.slots(1)), Row([], b.slots(1))], VARIANTS[0], b.request_slots)
     attention = CpuAttention(b.config, b.k, b.v, b.request_slots)
+    attention.use_native = kernel == "native"
     attention.prepare(plan)
     kv = torch.randn(1, 2, DIM).expand(2, -1, -1)
     out = attention.run(0, torch.randn(1, 4, DIM).expand(2, -1, -1).contiguous(), kv, kv)
