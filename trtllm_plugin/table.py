@@ -23,6 +23,7 @@ from granikv.attention.variants import (
     FIRST_WITH_DEPENDENT_LAUNCHES,
     LAYOUTS,
     AttentionShape,
+    GluonTile,
     Layout,
     extend_tile,
     takes_descriptors,
@@ -73,11 +74,18 @@ MODELS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
 }
 
 
-def cold_gluon_build(shape: AttentionShape) -> KernelBuild:
+def cold_gluon_build(shape: AttentionShape, max_registers: int | None) -> KernelBuild:
     """That of cold_gluon.py, imported where it is taken: its interface is the pinned Triton's."""
     from granikv.attention.kernels import cold_gluon
 
-    return cold_gluon.cold_gluon_build(shape)
+    return cold_gluon.cold_gluon_build(shape, max_registers)
+
+
+def hot_gluon_build(shape: AttentionShape, tile: GluonTile) -> KernelBuild:
+    """That of hot_gluon.py, likewise."""
+    from granikv.attention.kernels import hot_gluon
+
+    return hot_gluon.hot_gluon_build(shape, tile)
 
 
 BUILDERS = {
@@ -85,6 +93,7 @@ BUILDERS = {
     for function in (
         append_build,
         hot_build,
+        hot_gluon_build,
         cold_build,
         cold_gluon_build,
         small_build,
@@ -142,16 +151,18 @@ class Job:
 class LayoutProgram:
     """The kernels of one layout: [dependent launch], and for COLD [has runs][dependent launch].
 
-    gluon: in the place of COLD beside HOT, from layout.gluon_blocks_per_sm on.
+    hot_gluon: in the place of `hot`. cold_gluon: in the place of `cold` beside HOT, from
+    layout.gluon_blocks_per_sm on.
     """
 
     layout: Layout
     merge_heads: int  # heads of a merge block
     small: list[Job | None] = field(default_factory=lambda: [None, None])  # [has runs]
     hot: list[Job | None] = field(default_factory=lambda: [None, None])
+    hot_gluon: Job | None = None
     gemm: Job | None = None
     cold: list[list[Job | None]] = field(default_factory=lambda: [[None, None], [None, None]])
-    gluon: Job | None = None
+    cold_gluon: Job | None = None
     merge: list[Job | None] = field(default_factory=lambda: [None, None])
 
 
@@ -168,8 +179,8 @@ class Program:
     def jobs(self) -> list[Job]:
         found: list[Job | None] = [self.append, self.extend]
         for part in self.layouts:
-            found += [*part.small, *part.hot, part.gemm, *part.cold[0], *part.cold[1], part.gluon]
-            found += part.merge
+            found += [*part.small, *part.hot, part.hot_gluon, part.gemm]
+            found += [*part.cold[0], *part.cold[1], part.cold_gluon, *part.merge]
         return [job for job in found if job is not None]
 
 
@@ -206,6 +217,7 @@ def program(heads: Heads, capability: int) -> Program:
         raise InvalidArgument("arch", capability, f"one of {sorted(ARCHITECTURES)}")
     shape = heads.on(capability)
     dependent = capability >= FIRST_WITH_DEPENDENT_LAUNCHES
+    has_gluon = heads.element == "bf16" and takes_gluon(shape, capability, PINNED_TRITON)
 
     def job(builder: Any, *arguments: Any) -> Job:
         return Job(builder.__name__, arguments, heads.element, capability)
@@ -221,12 +233,13 @@ def program(heads: Heads, capability: int) -> Program:
         if layout.gemm is not None:
             may_depend = [False]
             part.gemm = hot(layout.gemm, False)
-        has_gluon = heads.element == "bf16" and takes_gluon(shape, capability, PINNED_TRITON)
+        if has_gluon and layout.hot_gluon is not None:
+            part.hot_gluon = job(hot_gluon_build, shape, layout.hot_gluon)
         if has_gluon and layout.gluon_blocks_per_sm is not None:
-            part.gluon = job(cold_gluon_build, shape)
+            part.cold_gluon = job(cold_gluon_build, shape, layout.gluon_registers)
         for pdl in sorted(set(may_depend)):
             part.merge[pdl] = job(merge_build, shape, layout.merge, pdl)
-            if not layout.one_launch:
+            if not layout.one_launch and part.hot_gluon is None:
                 part.hot[pdl] = hot(layout.hot, pdl)
             for runs in (False, True):
                 part.cold[runs][pdl] = job(cold_build, shape, layout.cold, runs, pdl)

@@ -36,7 +36,7 @@ from granikv.attention.variants import (
     takes_gluon,
 )
 from granikv.config import ModelConfig
-from granikv.core import Count, HotItem, HotVariant, PlanCapacities, StepPlan
+from granikv.core import HotVariant, PlanCapacities, StepPlan
 from granikv.errors import InvalidArgument
 
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -89,15 +89,20 @@ class GpuAttention(PlanBuffers):
         self.sm_scale = model_config.head_dim**-0.5
         self.k_arena, self.v_arena, self.request_slots = k_arena, v_arena, request_slots
         self.pdl = self.capability >= FIRST_WITH_DEPENDENT_LAUNCHES if pdl is None else pdl
-        self._hot_gluon: Any = None  # modules, where they are taken
+        self._find_gluon()
+        self._make_device_buffers()
+        self.rope: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def _find_gluon(self) -> None:
+        """Modules of the Gluon kernels, where they are taken."""
+        self._hot_gluon: Any = None
         self._cold_gluon: Any = None
-        wanted = k_arena.dtype == torch.bfloat16 and env.read("GRANIKV_GLUON")
-        if wanted and takes_gluon(shape, self.capability, triton.__version__):
+        wanted = self.k_arena.dtype == torch.bfloat16 and env.read("GRANIKV_GLUON")
+        if wanted and takes_gluon(self.shape, self.capability, triton.__version__):
             from granikv.attention.kernels import cold_gluon, hot_gluon
 
             self._hot_gluon, self._cold_gluon = hot_gluon, cold_gluon
-        self._make_device_buffers()
-        self.rope: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.gluon = self._hot_gluon is not None
 
     def _make_device_buffers(self) -> None:
         rows = self.capacities.max_rows
@@ -118,10 +123,6 @@ class GpuAttention(PlanBuffers):
         super().prepare(plan, layout, capture)
         tile = self.layout.hot_gluon
         if tile is not None and self._hot_gluon is not None:
-            lengths = plan.hot_items[: plan.counts[Count.NUM_HOT_ITEMS], HotItem.KV_LEN]
-            if lengths.min(initial=tile.block_n) < tile.block_n:
-                expected = f"at least {tile.block_n} in layout {self.layout.name}"
-                raise InvalidArgument("hot_items' kv_len", int(lengths.min()), expected)
             self._describe(tile, self._hot_gluon.hot_gluon_descriptor, tile.block_n)
             return
         for hot in (self.layout.hot, self.layout.gemm):

@@ -16,7 +16,15 @@ import torch
 
 from granikv.attention.variants import AttentionShape, Layout, extend_tile, layouts_of
 from granikv.config import ModelConfig
-from granikv.core import PLAN_FIELDS, Count, HotVariant, PlanCapacities, SpanKind, StepPlan
+from granikv.core import (
+    PLAN_FIELDS,
+    Count,
+    HotItem,
+    HotVariant,
+    PlanCapacities,
+    SpanKind,
+    StepPlan,
+)
 from granikv.errors import InvalidArgument
 
 NOT_READ_HERE = ("row_token", "sample_rows", "slot_writes")
@@ -30,7 +38,10 @@ class PlanBuffers:
     `prepare` fills them from a StepPlan and sets layout, num_rows, num_decode_rows, num_tiles,
     hot_grid, cold_grid, row_tiles (of block_m stacked rows, of the largest HOT item) and has_runs
     (a COLD item is a run). num_sms: of the device, 1 on a CPU.
+    gluon: set where a Gluon kernel may serve HOT items: each must then fill a block of its tile.
     """
+
+    gluon = False
 
     def __init__(
         self, shape: AttentionShape, capacities: PlanCapacities, device: torch.device, num_sms: int
@@ -69,7 +80,7 @@ class PlanBuffers:
         layout: None takes the plan's own (`plan.layout`, a name of LAYOUTS), or one by its items.
         capture: grids are capacity classes instead of exact, for a graph that serves other plans.
         Raises InvalidArgument when an array is over its capacity, ValueError for an unknown
-        kind or variant.
+        kind or variant, and with `gluon` InvalidArgument for an item shorter than a block.
         """
         turn = self._turn = 1 - self._turn
         if self.on_gpu:
@@ -110,6 +121,7 @@ class PlanBuffers:
                 host[name][:count] = source
         self._check_items(host["hot_items"][:num_hot], host["cold_items"][:num_cold])
         self.layout = layout or self._layout_of(plan, host["hot_items"][:num_hot])
+        self._check_lengths(host["hot_items"][:num_hot, HotItem.KV_LEN])
         self._set_grids(host, num_hot, num_cold, num_extend, capture)
         self._packed.copy_(self._staging[turn], non_blocking=True)
         if self.on_gpu:
@@ -129,6 +141,13 @@ class PlanBuffers:
             wrong = values[(values < 0) | (values >= len(allowed))]
             if len(wrong):
                 raise ValueError(f"{name}: expected one of {list(allowed)}, got {wrong[0]}")
+
+    def _check_lengths(self, hot: np.ndarray) -> None:
+        """plan_splits keeps this in the layouts that it picks for a step."""
+        tile = self.layout.hot_gluon if self.gluon else None
+        if tile is not None and hot.min(initial=tile.block_n) < tile.block_n:
+            expected = f"at least {tile.block_n} in layout {self.layout.name}"
+            raise InvalidArgument("hot_items' kv_len", int(hot.min()), expected)
 
     def _layout_of(self, plan: StepPlan, hot: np.ndarray) -> Layout:
         layouts = layouts_of(self.shape)

@@ -16,8 +16,8 @@ MAX_GROUP_SIZE = 16
 SHARED_MEMORY_BYTES = 227 * 1024  # a block's limit on sm_90
 FIRST_WITH_DESCRIPTORS = 90  # compute capability (major * 10 + minor) of the copies they name
 FIRST_WITH_DEPENDENT_LAUNCHES = 90
-GLUON_CAPABILITIES = (90,)  # where the Gluon kernel was measured
-GLUON_TRITON = ("3.6",)  # minor versions it was compiled and measured with
+GLUON_CAPABILITIES = (90,)  # where the Gluon kernels were measured
+GLUON_TRITON = ("3.6",)  # minor versions they were compiled and measured with
 GLUON_HEAD_DIM = 128
 KEYS_FIRST_TOKENS = 32  # of a block of the Gluon COLD kernel; its item cuts are COLD_THIN's
 FIRST_WITH_FP8 = 89
@@ -270,7 +270,7 @@ def takes_descriptors(tile: HotTile, shape: AttentionShape, capability: int) -> 
 
 
 def takes_gluon(shape: AttentionShape, capability: int, triton_version: str) -> bool:
-    """Whether the Gluon COLD kernel serves these heads in bf16 on this GPU, with this Triton."""
+    """Whether the Gluon kernels serve these heads in bf16 on this GPU, with this Triton."""
     known = capability in GLUON_CAPABILITIES and triton_version.startswith(
         tuple(f"{minor}." for minor in GLUON_TRITON)
     )

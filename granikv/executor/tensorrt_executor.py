@@ -62,6 +62,7 @@ class TensorRTExecutor(DeviceExecutor):
         self.runtime, self.binding = runtime, binding
         shape = attention_shape(own, DTYPES[sizes.dtype])
         self.buffers = PlanBuffers(shape, self.capacities, self.device, sm_count(self.device))
+        self.buffers.gluon = True  # in the plugin, where its library and this GPU have them
         io = EngineIO(manifest.limits, own, self.capacities, shard.vocab_shard)
         self.inputs = StepInputs(io, self.buffers, self.request_slots, binding)
         self.logits = torch.zeros(

@@ -85,6 +85,24 @@ def test_ragged_lengths_leave_one_short_block():
     assert len(set(split.hot_items[ragged != 0, 4])) == 1  # only the last cut of the span
 
 
+@pytest.mark.parametrize("name", ["dense", "even"])
+def test_no_item_is_below_a_gluon_block(name):
+    """Its kernel reads whole blocks; the plugin cannot look at the items, which are on the device."""
+    layout = LAYOUTS[name]
+    assert layout.hot_gluon is not None
+    block = layout.hot_gluon.block_n
+    for length in [*range(block, 520, 3), *range(520, 1100, 17), 4097, 16384 + 127]:
+        for num_rows in (33, 256):
+            groups, spans, rows = make([(length, num_rows), (block, 64), (3000, 7)])
+            items = plan_splits(groups, spans, rows, LLAMA, NUM_SMS, 1 << 20, layout).hot_items
+            assert items[:, 3].min() >= block, (length, num_rows)
+    shortest = max(LAYOUTS[n].hot_gluon.block_n for n in ("dense", "even"))
+    for length in (shortest - 1, shortest):  # which is picked does not depend on the GPU
+        groups, spans, _ = make([(16384, 256), (length, 64)])
+        picked = choose_layout(groups, spans, LLAMA, NUM_SMS)[0]
+        assert (picked.hot_gluon is None) == (length < shortest)
+
+
 def test_many_long_spans_are_not_cut_below_a_slots_share():
     lengths = np.array([65536] + [128] * 5000)
     tokens = cut_tokens(lengths, np.full(5001, 8), NUM_SMS * 4, 128, 1 << 30)

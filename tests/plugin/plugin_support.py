@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +15,9 @@ import torch
 
 from granikv.attention import gpu
 from granikv.attention.kernels.build import KernelBuild
-from granikv.attention.variants import LAYOUTS
-from tests.kernels.support import DEVICE, Step
+from granikv.attention.variants import LAYOUTS, Layout
+from tests.kernels.support import DEVICE, Row, Step
+from trtllm_plugin.table import ARCHITECTURES
 
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 PLAN_INPUTS = (
@@ -36,11 +40,21 @@ LAYER, BINDING = 1, 7
 
 @dataclass
 class Launch:
-    """One launch of GpuAttention: the kernel's description, its grid and arguments by name."""
+    """One launch of GpuAttention: the kernel's description, its grid and arguments by name.
+
+    side: on the second stream.
+    """
 
     build: KernelBuild
     grid: tuple[int, ...]
     arguments: dict[str, Any]
+    side: bool
+
+
+def whole_blocks(rows: list[Row], layout: Layout) -> list[Row]:
+    """The rows; where the layout has a Gluon tile, with HOT spans of at least one of its blocks."""
+    least = layout.hot_gluon.block_n if layout.hot_gluon else 0
+    return [replace(r, hot=[(g, start, max(n, least)) for g, start, n in r.hot]) for r in rows]
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -60,11 +74,20 @@ def angles(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     return turn.float().cos().contiguous(), turn.float().sin().contiguous()
 
 
-def prepared(step: Step, capture: bool = False, capability: int = 0) -> gpu.GpuAttention:
-    """Attention with rope that has the step's plan; capability: of a GPU that is only imagined."""
+def prepared(
+    step: Step, capture: bool = False, capability: int = 0, num_sms: int = 132
+) -> gpu.GpuAttention:
+    """Attention with rope that has the step's plan.
+
+    capability, num_sms: of a GPU that is only imagined; 0: what the tests run on.
+    """
     attention = step.attention()
     if capability:
         attention.capability, attention.pdl = capability, capability >= 90
+        attention.num_sms = num_sms
+        shared = ARCHITECTURES.get(capability, ARCHITECTURES[80])
+        attention.shape = replace(attention.shape, shared_memory_bytes=shared)
+        attention._find_gluon()
     attention.rope = tuple(x.to(DEVICE) for x in angles(step))
     attention.prepare(step.plan, step.split.layout, capture)
     return attention
@@ -77,16 +100,32 @@ def run_rows(step: Step, attention: gpu.GpuAttention) -> torch.Tensor:
     return attention.run(LAYER, q, k, v)
 
 
-def record(step: Step, monkeypatch, capture: bool = False, capability: int = 90) -> list[Launch]:
-    """What GpuAttention launches on a GPU of this capability; nothing runs."""
+def record(
+    step: Step, monkeypatch, capture: bool = False, capability: int = 90, num_sms: int = 132
+) -> list[Launch]:
+    """What GpuAttention launches on a GPU of this capability, in order; nothing runs."""
     made: list[Launch] = []
+    on_side: list[Any] = []
 
     def keep(build: KernelBuild, grid: tuple[int, ...], *arguments: Any) -> None:
-        made.append(Launch(build, grid, dict(zip(build.types, arguments, strict=True))))
+        named = dict(zip(build.types, arguments, strict=True))
+        made.append(Launch(build, grid, named, bool(on_side)))
 
-    monkeypatch.setattr(KernelBuild, "launch", keep)
-    run_rows(step, prepared(step, capture, capability))
-    monkeypatch.undo()
+    @contextmanager
+    def stream(entered: Any) -> Iterator[None]:
+        on_side.append(entered)
+        yield
+        on_side.pop()
+
+    attention = prepared(step, capture, capability, num_sms)
+    nothing = SimpleNamespace(record=lambda: None, wait_event=lambda event: None)
+    attention._side = attention._fork = attention._join = nothing
+    attention.on_gpu = True
+    with monkeypatch.context() as patch:
+        patch.setattr(KernelBuild, "launch", keep)
+        patch.setattr(torch.cuda, "stream", stream)
+        patch.setattr(torch.cuda, "current_stream", lambda: nothing)
+        run_rows(step, attention)
     return made
 
 

@@ -17,12 +17,11 @@ from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from granikv.attention.kernels.cold_gluon import cold_gluon_build
 from granikv.attention.variants import FP8_LAYOUTS, LAYOUTS
 from granikv.errors import InvalidArgument
 from tests.kernels.support import ON_GPU, Row, Step
 from tests.plugin.conftest import CACHE
-from tests.plugin.plugin_support import Launch, record
+from tests.plugin.plugin_support import Launch, record, whole_blocks
 from trtllm_plugin import aot, header
 from trtllm_plugin.table import (
     ARCHITECTURES,
@@ -43,16 +42,20 @@ STEPS = {
     "cold": [Row([], 50), Row([], 64)],
     "extend": [*HOT_AND_COLD, Row([EVERYONE], 30, num_new=20)],
 }
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SMALL = Heads(9, 3, 64, "bf16")
+GLUON = Heads(8, 2, 128, "bf16")  # on 9.0; their items in fp16 have the portable kernels
 pytestmark = pytest.mark.skipif(ON_GPU, reason="imagines GPUs; on one, see test_on_gpu.py")
 
 
 def step_of(name: str, layout: str, heads: Heads) -> Step:
+    made = LAYOUTS[layout]
     return Step(
-        STEPS[name],
+        whole_blocks(STEPS[name], made),
         (heads.num_qo_heads, heads.num_kv_heads),
         heads.head_dim,
-        torch.bfloat16,
-        layout=LAYOUTS[layout],
+        TYPES[heads.element],
+        layout=made,
         padding=2,
     )
 
@@ -76,10 +79,13 @@ def as_jit_sees(launch: Launch, capability: int):
     return kind(kernel, signature, constants, attributes), options.__dict__
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("heads", "capability"),
+    [(SMALL, 80), (SMALL, 90), (GLUON, 90), (replace(GLUON, element="fp16"), 90)],
+    ids=["9x3x64-80", "9x3x64-90", "8x2x128-90", "8x2x128-fp16-90"],
+)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_every_launch_has_a_cubin_of_its_own_specialisation(layout, capability, monkeypatch):
-    heads = Heads(9, 3, 64, "bf16")
+def test_every_launch_has_a_cubin_of_its_own_specialisation(layout, heads, capability, monkeypatch):
     made = program(heads, capability)
     known = {job.key: job for job in made.jobs()}
     for name in STEPS:
@@ -116,16 +122,19 @@ def sections(cubin: bytes) -> dict[str, bytes]:
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_librarys_cubins_are_the_jits(capability, library, monkeypatch, tmp_path):
     """Machine code, constants and attributes of each kernel; of the first one the PTX as well."""
-    heads = Heads(9, 3, 64, "bf16")
     launches = []
     for layout in ("small", "large", "many") if capability == 90 else ("large",):
-        launches += record(step_of("extend", layout, heads), monkeypatch, capability=capability)
+        launches += record(step_of("extend", layout, SMALL), monkeypatch, capability=capability)
     picked = chosen(launches)
     assert len(picked) == (7 if capability == 90 else 5), sorted(picked)
     if capability == 90:
-        cold = next(x for x in picked.values() if x.build.name == "cold_kernel")
-        wide = Heads(8, 2, 128, "bf16").on(capability)
-        picked["gluon"] = replace(cold, build=cold_gluon_build(wide))
+        beside = [
+            x
+            for x in record(step_of("both", "dense", GLUON), monkeypatch)
+            if x.build.kernel.is_gluon()
+        ]
+        assert {x.build.name for x in beside} == {"hot_gluon_kernel", "cold_gluon_kernel"}
+        picked |= chosen(beside)
     monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "1")  # as aot.py compiles
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "jit"))
     shipped = CACHE / "kernels" / aot.source_hash()
@@ -139,7 +148,7 @@ def test_the_librarys_cubins_are_the_jits(capability, library, monkeypatch, tmp_
         assert f".target sm_{capability}" in jit.asm["ptx"]
         if index == 0:
             monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "aot"))
-            jobs = {job.key: job for job in program(heads, capability).jobs()}
+            jobs = {job.key: job for job in program(SMALL, capability).jobs()}
             assert aot.compile_job(jobs[key]).asm["ptx"] == jit.asm["ptx"], name
             monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "jit"))
 
@@ -190,19 +199,24 @@ def test_the_table_covers_models_and_splits():
 
 
 @pytest.mark.parametrize(
-    ("heads", "capability", "layouts"),
+    ("heads", "capability", "taken"),
     [
-        (Heads(32, 8, 128, "bf16"), 90, ["large"]),
-        (Heads(32, 8, 128, "fp16"), 90, []),  # GpuAttention takes it for bf16 only
-        (Heads(32, 8, 64, "bf16"), 90, []),
-        (Heads(32, 8, 128, "bf16"), 100, []),
+        (Heads(32, 8, 128, "bf16"), 90, True),
+        (Heads(32, 8, 128, "fp16"), 90, False),  # GpuAttention takes them for bf16 only
+        (Heads(32, 8, 64, "bf16"), 90, False),
+        (Heads(32, 8, 128, "bf16"), 100, False),
     ],
 )
-def test_the_gluon_kernel_is_where_gpu_attention_takes_it(heads, capability, layouts):
+def test_gluon_kernels_are_where_gpu_attention_takes_them(heads, capability, taken):
     made = program(heads, capability)
-    assert [part.layout.name for part in made.layouts if part.gluon] == layouts
-    names = {job.build().name for job in made.jobs()}
-    assert ("cold_gluon_kernel" in names) == bool(layouts)
+    cold = {part.layout.name for part in made.layouts if part.cold_gluon}
+    hot = {part.layout.name for part in made.layouts if part.hot_gluon}
+    assert (cold, hot) == (
+        ({"large", "dense", "even"}, {"dense", "even"}) if taken else (set(), set())
+    )
+    for part in made.layouts:
+        assert (part.hot == [None, None]) == (part.layout.one_launch or part.layout.name in hot)
+    assert any(job.build().kernel.is_gluon() for job in made.jobs()) == taken
 
 
 def test_unknown_names_are_refused_with_what_is_known():

@@ -15,17 +15,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from granikv.attention.kernels.cold_gluon import cold_gluon_build
+from granikv.attention.plan_buffers import PlanBuffers
 from granikv.attention.variants import LAYOUTS
+from granikv.errors import InvalidArgument
 from tests.kernels.support import ON_GPU, Row, Step
 from tests.plugin.conftest import CACHE
-from tests.plugin.plugin_support import LAYER, Launch, prepared, record, run_host, write_step
+from tests.plugin.plugin_support import (
+    LAYER,
+    Launch,
+    prepared,
+    record,
+    run_host,
+    whole_blocks,
+    write_step,
+)
 from tests.plugin.test_aot import EVERYONE, STEPS
 from trtllm_plugin import aot
 from trtllm_plugin.table import ARCHITECTURES, key_of
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="the driver is a fake; see test_on_gpu.py")
-HEADS, DIM = (9, 3), 64
+SMALL = (9, 3), 64
+GLUON = (8, 2), 128  # in bf16 on 9.0
+DEEP = [Row([(0, 8, 450)], 1 + i % 9) for i in range(36)] + [Row([(0, 8, 450)], 0, seen=200)]
+TENSOR_MAP_BF16, SWIZZLE_128_BYTES = 9, 3  # the driver's numbers
 MAIN, SIDE, FORK, JOIN = 1, 2, 3, 4  # handles in the order in which the fake driver makes them
 
 
@@ -48,10 +60,12 @@ class Trace:
     captured: list = field(default_factory=list)
 
 
-def step_of(rows: list[Row], layout: str, padding: int = 2) -> Step:
+def step_of(rows: list[Row], layout: str, padding: int = 2, heads=SMALL) -> Step:
+    made = LAYOUTS[layout]
     return Step(
-        rows, HEADS, DIM, torch.bfloat16, layout=LAYOUTS[layout], padding=padding, capacity=1024
-    )
+        whole_blocks(rows, made), *heads, torch.bfloat16, layout=made, padding=padding,
+        capacity=1024,
+    )  # fmt: skip
 
 
 def known_kernels(folder: Path) -> dict[int, tuple[set[str], list[str]]]:
@@ -114,7 +128,7 @@ def traced(
     **changes,
 ) -> Trace:
     known = known_kernels(folder)
-    write_step(step, folder, prepared(step, capture, capability), **changes)
+    write_step(step, folder, prepared(step, capture, capability, num_sms), **changes)
     env = environment(folder, fake_cuda, capability, FAKE_CUDA_SMS=str(num_sms))
     run_host(host, library, "run", folder, env=env)
     return read_trace(folder, known)
@@ -149,7 +163,10 @@ def check_launch(got: Traced, want: Launch, places: dict[str, int], step: Step) 
     """Grid, launch options, pointers, scalars and tensor maps of one launch."""
     assert got.kernel == want.build.name
     assert got.grid == (*want.grid, 1)[:2]
-    assert got.threads == 32 * want.build.options["num_warps"]
+    # of hot_gluon_kernel: two warpgroups that multiply, and one for the warp that copies
+    warps = 12 if got.kernel == "hot_gluon_kernel" else want.build.options["num_warps"]
+    assert got.threads == 32 * warps
+    assert got.stream == (SIDE if want.side else MAIN)
     assert got.dependent == want.build.options.get("launch_pdl", False)
     q_width, width = (heads * step.dim for heads in step.heads)
     packed = q_width + 2 * width
@@ -163,8 +180,12 @@ def check_launch(got: Traced, want: Launch, places: dict[str, int], step: Step) 
     for name, value in got.values.items():
         if len(value) == 128:
             spec = struct.unpack_from("<8Q", value)
+            described = want.arguments[name]
+            assert list(described.shape) == [len(step.k[0]), width]
             assert spec[:4] == (places[name], width, len(step.k[0]), width * 2), name
-            assert spec[4:6] == (64, want.build.constants["BLOCK_N"]), name
+            # the swizzle's 128 bytes are 64 elements; a wider head is copied in several
+            assert spec[4:6] == (64, described.block_shape[0]), name
+            assert spec[6:] == (TENSOR_MAP_BF16, SWIZZLE_128_BYTES), name
         elif name in places:
             assert struct.unpack("<Q", value)[0] == places[name], name
         elif "_desc_" in name:
@@ -177,65 +198,80 @@ def check_launch(got: Traced, want: Launch, places: dict[str, int], step: Step) 
             assert value == struct.pack(kind, wanted), name
 
 
+def check_trace(trace: Trace, want: list[Launch], folder: Path, step: Step, built: int) -> None:
+    """The same launches in the same order, eagerly and captured."""
+    places = pointers(step, folder, trace)
+    for events in (trace.eager, trace.captured):
+        got = [x for x in events if isinstance(x, Traced)]
+        for each, launch in zip(got, want, strict=True):
+            assert key_of(launch.build, "bf16", built) in each.keys
+            check_launch(each, launch, places, step)
+
+
 @pytest.mark.parametrize("capture", [False, True], ids=["exact", "captured"])
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize(
+    ("layout", "heads"),
+    [*((name, SMALL) for name in LAYOUTS), *((name, GLUON) for name in ("large", "dense", "even"))],
+    ids=lambda value: (
+        value if isinstance(value, str) else f"{value[0][0]}x{value[0][1]}x{value[1]}"
+    ),
+)
 def test_launches_are_those_of_gpu_attention(
-    layout, capture, host, library, fake_cuda, tmp_path, monkeypatch
+    layout, heads, capture, host, library, fake_cuda, tmp_path, monkeypatch
 ):
-    for name, rows in STEPS.items():
+    rows = STEPS if heads is SMALL else {**STEPS, "deep": DEEP}
+    kernels = set()
+    for name in rows:
         folder = tmp_path / name
         folder.mkdir()
-        step = step_of(rows, layout)
+        step = step_of(rows[name], layout, heads=heads)
         want = record(step, monkeypatch, capture)
         trace = traced(step, folder, host, library, fake_cuda, capture=capture)
-        places = pointers(step, folder, trace)
-        for events in (trace.eager, trace.captured):
-            got = [x for x in events if isinstance(x, Traced)]
-            assert len(got) == len(want)
-            for each in got:
-                (launch,) = [x for x in want if key_of(x.build, "bf16", 90) in each.keys]
-                check_launch(each, launch, places, step)
+        check_trace(trace, want, folder, step, 90)
+        kernels |= {launch.build.name for launch in want}
+    has_gluon = heads is GLUON and LAYOUTS[layout].hot_gluon is not None
+    assert ("hot_gluon_kernel" in kernels) == has_gluon
+    assert ("hot_kernel" in kernels) != (has_gluon or LAYOUTS[layout].one_launch)
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_the_side_stream_forks_and_always_joins(layout, host, library, fake_cuda, tmp_path):
-    trace = traced(step_of(STEPS["both"], layout), tmp_path, host, library, fake_cuda)
+@pytest.mark.parametrize(
+    ("layout", "heads"), [*((name, SMALL) for name in LAYOUTS), ("dense", GLUON), ("even", GLUON)]
+)
+def test_the_side_stream_forks_and_always_joins(layout, heads, host, library, fake_cuda, tmp_path):
+    step = step_of(STEPS["both"], layout, heads=heads)
+    trace = traced(step, tmp_path, host, library, fake_cuda)
     words = [x if isinstance(x, tuple) else x.kernel for x in trace.eager]
     streams = {x.kernel: x.stream for x in trace.eager if isinstance(x, Traced)}
     if LAYOUTS[layout].one_launch:
         assert words == ["append_kernel", "small_kernel", "merge_kernel"]
         return
-    hot = ["hot_kernel"] * (2 if LAYOUTS[layout].gemm else 1)
+    gluon = "_gluon" if heads is GLUON else ""
+    hot = [f"hot{gluon}_kernel"] * (2 if LAYOUTS[layout].gemm else 1)
     begin = [("record", FORK, MAIN), ("wait", SIDE, FORK)]
-    cold = ["cold_kernel", ("record", JOIN, SIDE)]
+    cold = [f"cold{gluon}_kernel", ("record", JOIN, SIDE)]
     body = [*cold, *hot] if LAYOUTS[layout].cold_first else [*hot, *cold]
     end = [("wait", MAIN, JOIN), "merge_kernel"]
     assert words == ["append_kernel", *begin, *body, *end]
-    assert streams["cold_kernel"] == SIDE
-    assert {streams[k] for k in streams if k != "cold_kernel"} == {MAIN}
+    assert streams.pop(cold[0]) == SIDE
+    assert set(streams.values()) == {MAIN}
 
 
 def test_many_cold_blocks_beside_hot_take_the_gluon_kernel(
     host, library, fake_cuda, tmp_path, monkeypatch
 ):
-    """From gluon_blocks_per_sm on, as GpuAttention does, with the portable kernel's arguments."""
-    rows = [Row([EVERYONE], 9 + i) for i in range(8)]
-    step = Step(rows, (8, 2), 128, torch.bfloat16, layout=LAYOUTS["large"], capacity=1024)
-    attention = prepared(step, False, 90)
-    (portable,) = [x for x in record(step, monkeypatch) if x.build.name == "cold_kernel"]
-    gluon = Launch(cold_gluon_build(attention.shape), portable.grid, portable.arguments)
+    """From gluon_blocks_per_sm on, as GpuAttention does."""
+    step = step_of([Row([EVERYONE], 9 + i) for i in range(8)], "large", heads=GLUON)
     blocks_per_sm = LAYOUTS["large"].gluon_blocks_per_sm
     assert blocks_per_sm is not None
-    most = int(attention.cold_grid * 2 // blocks_per_sm)  # SMs that have enough blocks each
-    for num_sms, want in ((most, gluon), (most + 1, portable)):
+    blocks = prepared(step, False, 90).cold_grid * 2
+    most = int(blocks // blocks_per_sm)  # SMs that have enough blocks each
+    for num_sms, kernel in ((most, "cold_gluon_kernel"), (most + 1, "cold_kernel")):
         folder = tmp_path / str(num_sms)
         folder.mkdir()
+        want = record(step, monkeypatch, num_sms=num_sms)
+        assert [x.build.name for x in want if x.side] == [kernel]
         trace = traced(step, folder, host, library, fake_cuda, num_sms=num_sms)
-        for events in (trace.eager, trace.captured):
-            launches = [x for x in events if isinstance(x, Traced)]
-            (got,) = [x for x in launches if x.kernel.startswith("cold")]
-            assert key_of(want.build, "bf16", 90) in got.keys and got.stream == SIDE
-            check_launch(got, want, pointers(step, folder, trace), step)
+        check_trace(trace, want, folder, step, 90)
 
 
 def test_the_join_is_recorded_when_a_launch_fails(host, library, fake_cuda, tmp_path):
@@ -253,7 +289,7 @@ def test_the_join_is_recorded_when_a_launch_fails(host, library, fake_cuda, tmp_
 def test_other_architectures(capability, host, library, fake_cuda, tmp_path, monkeypatch):
     """8.9 runs the cubins of 8.0; no dependent launches and no tensor maps below 9.0."""
     built = 80 if capability < 90 else capability
-    for layout in ("large", "small"):
+    for layout in ("large", "dense", "even", "small"):
         folder = tmp_path / layout
         folder.mkdir()
         step = step_of(STEPS["extend"], layout)
@@ -265,8 +301,39 @@ def test_other_architectures(capability, host, library, fake_cuda, tmp_path, mon
         assert first.kernel == "append_kernel" and first.dependent == (built >= 90)
         assert any(x.dependent for x in others) == (built >= 90 and layout == "small")
         maps = any(len(value) == 128 for x in got for value in x.values.values())
-        assert maps == (built >= 90 and layout == "large")
-        assert len(got) == len(want)
+        assert maps == (built >= 90 and layout != "small")
+        check_trace(trace, want, folder, step, built)
+
+
+@pytest.mark.parametrize("layout", ["dense", "even"])
+def test_gluon_layouts_without_its_kernels(layout, host, library, fake_cuda, tmp_path, monkeypatch):
+    """Heads of 128 on another GPU, with spans that are shorter than a Gluon block."""
+    short = [Row([(0, 8, 50)], 5), Row([(0, 8, 50)], 37)]
+    step = Step(short, (16, 4), 128, torch.bfloat16, layout=LAYOUTS[layout], capacity=1024)
+    want = record(step, monkeypatch, capability=80)
+    assert {x.build.name for x in want} > {"hot_kernel", "cold_kernel"}
+    trace = traced(step, tmp_path, host, library, fake_cuda, 80)
+    check_trace(trace, want, tmp_path, step, 80)
+
+
+@pytest.mark.parametrize("layout", ["dense", "even"])
+def test_items_below_a_gluon_block_are_refused_before_any_launch(layout):
+    """By GpuAttention, and by the buffers whose plans an engine is given."""
+    tile = LAYOUTS[layout].hot_gluon
+    assert tile is not None
+    block, short = (
+        Step([Row([(0, 8, n)], 9)], *GLUON, torch.bfloat16, layout=LAYOUTS[layout])
+        for n in (tile.block_n, tile.block_n - 1)
+    )
+    attention = prepared(block, False, 90)
+    buffers = PlanBuffers(attention.shape, block.capacities(), torch.device("cpu"), 132)
+    buffers.prepare(short.plan, short.split.layout)
+    buffers.gluon = True
+    buffers.prepare(block.plan, block.split.layout)
+    wanted = f"kv_len: expected at least {tile.block_n} in layout {layout}, got {tile.block_n - 1}"
+    for each in (attention, buffers):
+        with pytest.raises(InvalidArgument, match=wanted):
+            each.prepare(short.plan, short.split.layout)
 
 
 def test_a_workspace_may_begin_anywhere(host, library, fake_cuda, tmp_path, monkeypatch):

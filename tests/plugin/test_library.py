@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from granikv.attention.variants import LAYOUTS
 from granikv.core import PLAN_FIELDS, Count
 from tests.kernels.support import ON_GPU
 from tests.plugin.conftest import CACHE, OUT, ROOT, builder, programs
@@ -222,7 +223,11 @@ def test_a_step_without_arenas_fails_at_run_time_only(host, library, fake_cuda, 
     ("before", "after", "message"),
     [
         ("tensor 4 1 16 ", "tensor 4 1 12 ", r"input counts: expected \[16\], got \[12\]"),
-        ("tensor 17 6 0 0 ", "tensor 17 6 0 8 ", r"input launch_dims: expected \[0, layout,"),
+        (
+            "tensor 17 6 0 0 ",
+            f"tensor 17 6 0 {len(LAYOUTS)} ",
+            r"input launch_dims: expected \[0, layout,",
+        ),
         ("tensor 17 6 0 ", "tensor 17 6 1 ", r"input launch_dims: expected \[0, layout,"),
         (
             "num_kv_heads i32:3",

@@ -55,9 +55,10 @@ struct Cubin {
 struct LayoutProgram {
     int32_t small[2];  // [has runs]
     int32_t hot[2];
+    int32_t hot_gluon;  // in the place of hot; never a dependent launch
     int32_t gemm;
     int32_t cold[2][2];  // [has runs][dependent]
-    int32_t gluon;       // in the place of cold on the side stream, from so many blocks per SM on
+    int32_t cold_gluon;  // in the place of cold on the side stream, from so many blocks per SM on
     float gluon_blocks_per_sm;
     int32_t merge[2];
     int32_t merge_heads;  // heads of a merge block
@@ -65,7 +66,7 @@ struct LayoutProgram {
     bool cold_first;
 };
 
-inline constexpr int32_t kNumLayouts = 8;
+inline constexpr int32_t kNumLayouts = 10;
 
 struct Program {
     int32_t capability;

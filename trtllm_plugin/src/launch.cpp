@@ -161,6 +161,10 @@ private:
     void hot(bool dependent) {
         if (!step_.hot_grid) return;
         int32_t const blocks = step_.hot_grid * heads();
+        if (layout_.hot_gluon >= 0) {  // its items have one row tile and at least a block of tokens
+            launch(layout_.hot_gluon, arguments_, blocks, 1, stream_, false);
+            return;
+        }
         if (layout_.gemm >= 0) {
             arguments_.integer(Param::variant, kGemm);
             launch(layout_.gemm, arguments_, blocks, step_.row_tiles, stream_, dependent);
@@ -177,10 +181,10 @@ private:
 
     void coldBesideHot() {
         int32_t const blocks = step_.cold_grid * heads();
-        if (layout_.gluon < 0 || blocks < layout_.gluon_blocks_per_sm * kernels_.num_sms)
+        if (layout_.cold_gluon < 0 || blocks < layout_.gluon_blocks_per_sm * kernels_.num_sms)
             cold(false, side_->stream);
         else
-            launch(layout_.gluon, arguments_, blocks, 1, side_->stream, false);
+            launch(layout_.cold_gluon, arguments_, blocks, 1, side_->stream, false);
     }
 
     void launch(int32_t cubin, Arguments& arguments, int32_t grid_x, int32_t grid_y,
