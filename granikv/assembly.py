@@ -5,6 +5,7 @@ The only place that knows which executor goes with which cost model.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,4 +104,4 @@ def build_dispatcher(config: EngineConfig, executor: Any, cache: CacheManager) -
         config.profile, model, shape.element_bytes, executor.device_name, shape.kv_element_bytes,
         shape.element_bytes if config.quantization is None else 1,
     )  # fmt: skip
-    return Dispatcher(cost, cache, cutter)
+    return Dispatcher(cost, cache, replace(cutter, rates=cost.sm_rates))

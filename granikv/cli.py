@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from granikv.cli_bench import bench
+from granikv.cli_bench_attention import bench_attention
 from granikv.cli_bench_latency import bench_latency, bench_poisson
 from granikv.cli_build import build
 from granikv.cli_common import ModelPath, Settings, Threads, clear_errors
@@ -21,6 +22,7 @@ app = typer.Typer(
     "Start with `granikv demo --short`, or `granikv serve` and `granikv chat`.",
     pretty_exceptions_enable=False,
 )
+bench.command("attention")(bench_attention)
 bench.command("latency")(bench_latency)
 bench.command("poisson")(bench_poisson)
 app.add_typer(bench, name="bench")
@@ -151,15 +153,36 @@ def calibrate(
     thorough: Annotated[
         bool, typer.Option("--thorough", help="Five times the repeats of each measurement.")
     ] = False,
+    grid: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Fit a GPU's profile instead, to this result file of `bench attention --grid`.",
+        ),
+    ] = None,
 ) -> None:
     """Measure this machine and store the hardware profile that the dispatcher plans with.
 
-    It is stored where the engine looks for it, per head geometry, thread count and torch version;
-    the engine measures a quick one itself at its first start.
+    It is stored where the engine looks for it: a CPU's per head geometry, thread count and torch
+    version, and the engine measures a quick one itself at its first start; a GPU's (--grid) per
+    model of GPU, fitted to one half of the points and judged on the other.
     """
     with clear_errors():
         from granikv.bench.calibrate import run_calibration
+        from granikv.errors import InvalidArgument
 
+        if grid is not None:
+            from granikv.bench.gpu_calibration import run_gpu_calibration
+
+            for name, value in (
+                ("--model", model),
+                ("--num-threads", num_threads),
+                ("--thorough", thorough),
+            ):
+                if value:
+                    raise InvalidArgument(name, value, "nothing beside --grid")
+            run_gpu_calibration(grid, output)
+            return
         run_calibration(model, num_threads, output, thorough)
 
 

@@ -208,47 +208,6 @@ def bench_host(
         finish(cases, "Host time of a decode step, us", json_file)
 
 
-@bench.command("attention")
-def bench_attention(
-    case: Annotated[
-        list[str] | None, typer.Option(help="Only the case of this name; may be repeated.")
-    ] = None,
-    baselines: Annotated[bool, typer.Option(help="Measure other libraries as well.")] = True,
-    kv_cache_dtype: Annotated[
-        str, typer.Option(help="fp8: FP8 KV, against the same with KV in bfloat16.")
-    ] = "auto",
-    commit: Annotated[
-        str, typer.Option(help="The clean commit that is measured; asked of git if absent.")
-    ] = "",
-    json_file: JsonFile = None,
-) -> None:
-    """Attention kernels on a GPU, against uniform paging and other libraries."""
-    with clear_errors():
-        import torch
-
-        from granikv.bench.harness import result_record, write_json
-        from granikv.bench.report import print_cases
-        from granikv.config import EngineConfig
-        from granikv.errors import Unavailable
-
-        if not torch.cuda.is_available():
-            raise Unavailable("bench attention: no CUDA device here, and it measures GPU kernels")
-        with _in_this_build("attention"):
-            from granikv.bench.attention import choose_cases, run_attention_bench
-
-        chosen, fp8_kv = (
-            choose_cases(case or ()),
-            EngineConfig(kv_cache_dtype=kv_cache_dtype).fp8_kv,
-        )
-        entries, probe = run_attention_bench(
-            chosen, baselines, lambda text: print(text, flush=True), fp8_kv
-        )
-        print_cases(entries, "Attention")
-        if json_file is not None:
-            record = result_record(entries, with_probe=False) | {"probe": probe}
-            write_json(json_file, record | ({"commit": commit} if commit else {}))
-
-
 @bench.command("build")
 def bench_build(
     plugin: Annotated[

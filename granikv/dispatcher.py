@@ -49,6 +49,19 @@ def _cut(cutter: PlanCutter, items: _Items, num_rows: int) -> _Items:
     )  # fmt: skip
 
 
+def cheapest(cost: CostModel | GpuCostModel, position: int, kv_len: int, num_rows: int) -> Choice:
+    """The cheapest way to read a node of kv_len tokens for its group of num_rows."""
+    merge_us = cost.merge_us(num_rows)
+    times = {
+        "cascade": cost.hot_us("cascade", num_rows, kv_len) + merge_us,
+        "gemm": cost.hot_us("gemm", num_rows, kv_len) + merge_us,
+        "flat": cost.marginal_flat_us(num_rows, kv_len),
+    }
+    variant = min(times, key=times.__getitem__)
+    reason = ", ".join(f"{k} {v:.0f} us" for k, v in times.items())
+    return Choice(position, kv_len, num_rows, variant, f"{variant}: {reason}", times[variant])
+
+
 class Dispatcher:
     def __init__(
         self, cost: CostModel | GpuCostModel, cache: CacheManager, cutter: PlanCutter | None = None
@@ -142,16 +155,7 @@ class Dispatcher:
         return spans
 
     def _predict(self, position: int, kv_len: int, num_rows: int) -> Choice:
-        """The cheapest way to read a node for its group."""
-        merge_us = self.cost.merge_us(num_rows)
-        times = {
-            "cascade": self.cost.hot_us("cascade", num_rows, kv_len) + merge_us,
-            "gemm": self.cost.hot_us("gemm", num_rows, kv_len) + merge_us,
-            "flat": self.cost.marginal_flat_us(num_rows, kv_len),
-        }
-        variant = min(times, key=times.__getitem__)
-        reason = ", ".join(f"{k} {v:.0f} us" for k, v in times.items())
-        return Choice(position, kv_len, num_rows, variant, f"{variant}: {reason}", times[variant])
+        return cheapest(self.cost, position, kv_len, num_rows)
 
 
 def _leaf(request: Request) -> Node:

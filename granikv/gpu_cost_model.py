@@ -1,4 +1,4 @@
-"""Predicts GPU attention times from four rates: read bandwidth, two matrix rates, item cost.
+"""Predicts GPU attention times from a few rates: read bandwidth, matrix rates, item cost.
 
     time of a shared span = longer of (its KV once / bandwidth) and (its products / rate)
 
@@ -10,16 +10,31 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from granikv.attention.splits import H200_RATES, SmRates
 from granikv.config import ModelConfig
 from granikv.cost_model import UNREADABLE, read_profile
 from granikv.errors import InvalidArgument
 
 PROFILES = Path(__file__).parent / "profiles"
+STORED = Path(".cache") / "granikv"  # in the user's folder: what `granikv calibrate` fitted
 FIELDS = ("read_gb_per_s", "gemm_tflops", "cascade_tflops", "matmul_tflops", "item_us", "merge_ns")
 
 
+OPTIONAL_FIELDS = ("step_us", "hot_tflops_per_sm", "read_gb_per_s_per_sm")
+
+
+def stored_profile_path(gpu_name: str) -> Path:
+    """Where the profile fitted on this GPU model is kept; it need not exist."""
+    return Path.home() / STORED / f"gpu-{file_stem(gpu_name)}.json"
+
+
+def file_stem(gpu_name: str) -> str:
+    return gpu_name.lower().replace(" ", "_").replace("/", "_")
+
+
 class GpuCostModel:
-    """profile: a dictionary with the fields of FIELDS; element_bytes: of the model, and of the KV
+    """profile: a dictionary with the fields of FIELDS, and where they were fitted those of
+    OPTIONAL_FIELDS: launches of one layer, and rates of an SM as SmRates has them; element_bytes: of the model, and of the KV
     cache and the layers' weights unless kv_element_bytes (1: FP8, which is widened at the same rate)
     and weight_element_bytes (1: FP8, of which the matrix units take twice as many) say otherwise.
     """
@@ -35,6 +50,9 @@ class GpuCostModel:
         missing = [name for name in FIELDS if not profile.get(name, 0) > 0]
         if missing:
             raise InvalidArgument("profile", sorted(profile), f"with {', '.join(missing)}")
+        for name in OPTIONAL_FIELDS:
+            if name in profile and not profile[name] > 0:
+                raise InvalidArgument(f"profile: {name}", profile[name], "above 0")
         self.profile, self.model, self.element_bytes = profile, model_config, element_bytes
         self.kv_element_bytes = kv_element_bytes or element_bytes
         self.weight_element_bytes = weight_element_bytes or element_bytes
@@ -50,12 +68,13 @@ class GpuCostModel:
         weight_element_bytes: int | None = None,
     ) -> GpuCostModel:
         """profile: path of a JSON file, "default": the packaged one that fits any GPU, or None: the
-        packaged one of this GPU, else the default. Raises InvalidArgument."""
+        one that was fitted here for this GPU, else the packaged one of it, else the default.
+        Raises InvalidArgument."""
         if profile == "default":
             path = PROFILES / "gpu_default.json"
         elif profile is None:
-            named = PROFILES / f"{gpu_name.lower().replace(' ', '_')}.json"
-            path = named if named.is_file() else PROFILES / "gpu_default.json"
+            named = (stored_profile_path(gpu_name), PROFILES / f"{file_stem(gpu_name)}.json")
+            path = next((p for p in named if p.is_file()), PROFILES / "gpu_default.json")
         else:
             path = Path(profile)
         try:
@@ -64,7 +83,17 @@ class GpuCostModel:
         except UNREADABLE as error:
             raise InvalidArgument("profile", str(path), f"a readable profile ({error})") from error
 
-    def _read_us(self, num_tokens: float) -> float:
+    @property
+    def sm_rates(self) -> SmRates:
+        """Of the profile, or of an H200 where it has none."""
+        got, usual = self.profile, H200_RATES
+        return SmRates(
+            got.get("hot_tflops_per_sm", usual.flop_per_us / 1e6) * 1e6,
+            got.get("read_gb_per_s_per_sm", usual.bytes_per_us / 1e3) * 1e3,
+        )
+
+    def read_us(self, num_tokens: float) -> float:
+        """Keys and values of so many tokens, once."""
         model = self.model
         num_bytes = 2 * model.num_kv_heads * model.head_dim * self.kv_element_bytes * num_tokens
         return num_bytes / (self.profile["read_gb_per_s"] * 1e3)
@@ -79,7 +108,7 @@ class GpuCostModel:
         stacked = -(-stacked // tile) * tile
         flops = 4 * stacked * model.num_kv_heads * model.head_dim * kv_len
         compute_us = flops / (self.profile[f"{variant}_tflops"] * 1e6)
-        return max(self._read_us(kv_len), compute_us) + self.profile["item_us"]
+        return max(self.read_us(kv_len), compute_us) + self.profile["item_us"]
 
     def merge_us(self, num_rows: int) -> float:
         """One more partial state per row."""
@@ -87,7 +116,7 @@ class GpuCostModel:
 
     def marginal_flat_us(self, num_rows: int, kv_len: int) -> float:
         """Extra time when each row reads the span on its own, beside its suffix."""
-        return num_rows * self._read_us(kv_len) + self.merge_us(num_rows)
+        return num_rows * self.read_us(kv_len) + self.merge_us(num_rows)
 
     def label(self, num_rows: int, kv_tokens_read: int, kv_tokens_flat: int) -> str:
         """ "compute" or "memory": the longer of arithmetic and reads of a whole step."""
@@ -103,5 +132,5 @@ class GpuCostModel:
         compute_us += scores / (self.profile["gemm_tflops"] * 1e6)
         read_bytes = self.weight_element_bytes * layers + self.element_bytes * head
         memory_us = read_bytes / (self.profile["read_gb_per_s"] * 1e3)
-        memory_us += m.num_layers * self._read_us(kv_tokens_read)
+        memory_us += m.num_layers * self.read_us(kv_tokens_read)
         return "compute" if compute_us > memory_us else "memory"

@@ -23,8 +23,28 @@ MAX_CUTS = 256  # of one span
 CUTS = np.concatenate([np.arange(1, 65), np.arange(68, MAX_CUTS + 1, 4)])  # numbers tried
 SHORT_SHARE = 0.25  # HOT is "short" below this share of COLD's time
 DENSE_SHARE, EVEN_SHARE = 0.6, 1.3  # of COLD's time in HOT's, where all groups are large
-FLOP_PER_US_AND_SM = 500e6 / 132  # 500 TFLOP/s: what the HOT kernel reached on 132 SMs
-BYTES_PER_US_AND_SM = 4.1e6 / 132  # 4.1 TB/s
+
+
+@dataclass(frozen=True)
+class SmRates:
+    """What one SM does beside all others, by which HOT's and COLD's times are compared."""
+
+    flop_per_us: float = 500e6 / 132  # 500 TFLOP/s: what the HOT kernel reached on an H200
+    bytes_per_us: float = 4.1e6 / 132  # 4.1 TB/s, on the same
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Pieces that the longest HOT span, and the longest COLD span, are cut into.
+
+    The others are cut to the same length. None: as many as fill the machine once.
+    """
+
+    hot: int | None = None
+    cold: int | None = None
+
+
+H200_RATES, FILL_ONCE = SmRates(), Cuts()
 
 
 @dataclass(frozen=True)
@@ -65,19 +85,22 @@ def plan_splits(
     num_sms: int,
     max_partials: int,
     layout: Layout | None = None,
+    rates: SmRates = H200_RATES,
+    cuts: Cuts = FILL_ONCE,
 ) -> SplitPlan:
     """Work items of one step.
 
-    cold_spans: int32 [n, 5] of (row, SpanKind, start, len, position). layout None: chosen here.
+    cold_spans: int32 [n, 5] of (row, SpanKind, start, len, position). layout None: chosen here,
+    by `rates`. Given cuts are made coarser where a layout's shortest item or max_partials wants it.
     Raises InvalidArgument when even uncut spans need more than max_partials partial states.
     """
     reason = ""
     if layout is None:
-        layout, reason = choose_layout(groups, cold_spans, shape, num_sms)
+        layout, reason = choose_layout(groups, cold_spans, shape, num_sms, rates)
     coarser = 1
     while True:
-        hot = _hot_items(groups, shape, layout, num_sms, coarser)
-        cold = _cold_items(cold_spans, shape, layout, num_sms, coarser)
+        hot = _hot_items(groups, shape, layout, num_sms, coarser, cuts.hot)
+        cold = _cold_items(cold_spans, shape, layout, num_sms, coarser, cuts.cold)
         num_partials = int(hot[:, 1].sum()) + len(cold)
         if num_partials <= max_partials:
             break
@@ -94,7 +117,11 @@ def plan_splits(
 
 
 def choose_layout(
-    groups: HotGroups, cold_spans: np.ndarray, shape: AttentionShape, num_sms: int
+    groups: HotGroups,
+    cold_spans: np.ndarray,
+    shape: AttentionShape,
+    num_sms: int,
+    rates: SmRates = H200_RATES,
 ) -> tuple[Layout, str]:
     """The layout for these groups and the reason in words."""
     layouts = layouts_of(shape)
@@ -102,7 +129,7 @@ def choose_layout(
         return layouts["flat"], "flat: no HOT span"
     stacked = np.diff(groups.indptr) * shape.group_size
     most, least = int(stacked.max()), int(stacked.min())
-    hot_us, cold_us = _estimate_us(groups, cold_spans, shape, num_sms)
+    hot_us, cold_us = _estimate_us(groups, cold_spans, shape, num_sms, rates)
     if hot_us < SHORT_SHARE * cold_us:
         return layouts["short"], f"short: HOT {hot_us:.1f} us beside COLD {cold_us:.1f} us"
     if most > 128 and least <= 32:
@@ -123,16 +150,20 @@ def choose_layout(
 
 
 def _estimate_us(
-    groups: HotGroups, cold_spans: np.ndarray, shape: AttentionShape, num_sms: int
+    groups: HotGroups,
+    cold_spans: np.ndarray,
+    shape: AttentionShape,
+    num_sms: int,
+    rates: SmRates,
 ) -> tuple[float, float]:
-    """Rough times of HOT and of COLD alone, per layer, from the rates of one H200's SMs."""
+    """Rough times of HOT and of COLD alone, per layer."""
     stacked = np.diff(groups.indptr).astype(float) * shape.group_size
     lengths = groups.kv_len.astype(float)
     heads = shape.num_kv_heads
     flop = 4 * float(stacked @ lengths) * heads * shape.head_dim
     token_bytes = shape.kv_bytes_per_token * heads
-    hot_us = max(flop / FLOP_PER_US_AND_SM, lengths.sum() * token_bytes / BYTES_PER_US_AND_SM)
-    cold = np.asarray(cold_spans).reshape(-1, 5)[:, 3].sum() * token_bytes / BYTES_PER_US_AND_SM
+    hot_us = max(flop / rates.flop_per_us, lengths.sum() * token_bytes / rates.bytes_per_us)
+    cold = np.asarray(cold_spans).reshape(-1, 5)[:, 3].sum() * token_bytes / rates.bytes_per_us
     return float(hot_us) / num_sms, float(cold) / num_sms
 
 
@@ -169,7 +200,12 @@ def _even_cuts(lengths: np.ndarray, tokens: int, unit: int) -> tuple[np.ndarray,
 
 
 def _hot_items(
-    groups: HotGroups, shape: AttentionShape, layout: Layout, num_sms: int, coarser: int
+    groups: HotGroups,
+    shape: AttentionShape,
+    layout: Layout,
+    num_sms: int,
+    coarser: int,
+    pieces: int | None,
 ) -> np.ndarray:
     """int32 [n, 8], FIRST_PARTIAL left 0; longest first, row tiles of one span side by side."""
     if not len(groups.kv_len):
@@ -185,13 +221,17 @@ def _hot_items(
     unit = layout.hot.fit(shape).block_n
     if layout.hot_gluon is not None:  # with min_hot_tokens two units, no item is below one
         unit = max(unit, layout.hot_gluon.block_n)
-    tokens = coarser * cut_tokens(
-        groups.kv_len,
-        tiles * shape.num_kv_heads,
-        num_sms * layout.hot_slots_per_sm,
-        layout.min_hot_tokens,
-        1 << 30,
-    )
+    if pieces is None:
+        tokens = cut_tokens(
+            groups.kv_len,
+            tiles * shape.num_kv_heads,
+            num_sms * layout.hot_slots_per_sm,
+            layout.min_hot_tokens,
+            1 << 30,
+        )
+    else:
+        tokens = max(layout.min_hot_tokens, -(-int(groups.kv_len.max()) // pieces))
+    tokens *= coarser
     span, start, length = _even_cuts(groups.kv_len, tokens, unit)
     order = np.argsort(-(length * block_m[span]), kind="stable")
     span, start, length = span[order], start[order], length[order]
@@ -210,20 +250,29 @@ def _hot_items(
 
 
 def _cold_items(
-    cold_spans: np.ndarray, shape: AttentionShape, layout: Layout, num_sms: int, coarser: int
+    cold_spans: np.ndarray,
+    shape: AttentionShape,
+    layout: Layout,
+    num_sms: int,
+    coarser: int,
+    pieces: int | None,
 ) -> np.ndarray:
     """int32 [n, 8], FIRST_PARTIAL left 0; longest first."""
     spans = np.asarray(cold_spans, np.int32).reshape(-1, 5)
     spans = spans[spans[:, 3] > 0]
     if not len(spans):
         return np.zeros((0, 8), np.int32)
-    tokens = coarser * cut_tokens(
-        spans[:, 3],
-        np.full(len(spans), shape.num_kv_heads),
-        num_sms * layout.cold_slots_per_sm,
-        MIN_COLD_TOKENS,
-        layout.max_cold_tokens,
-    )
+    if pieces is None:
+        tokens = cut_tokens(
+            spans[:, 3],
+            np.full(len(spans), shape.num_kv_heads),
+            num_sms * layout.cold_slots_per_sm,
+            MIN_COLD_TOKENS,
+            layout.max_cold_tokens,
+        )
+    else:
+        tokens = max(MIN_COLD_TOKENS, -(-int(spans[:, 3].max()) // pieces))
+    tokens *= coarser
     span, start, length = _even_cuts(spans[:, 3], tokens, layout.cold.fit(shape).block_n)
     order = np.argsort(-length, kind="stable")
     span, start, length = span[order], start[order], length[order]
@@ -259,6 +308,7 @@ class PlanCutter:
     num_sms: int
     max_partials: int
     hot_layout: Layout | None = None  # of every step with HOT items; None: what fits them
+    rates: SmRates = H200_RATES
 
     def cut(
         self,
@@ -284,5 +334,6 @@ class PlanCutter:
         spans = cold_items[:, columns]
         layout = self.hot_layout if len(hot_items) else None
         return plan_splits(
-            groups, spans, num_decode_rows, self.shape, self.num_sms, self.max_partials, layout
-        )
+            groups, spans, num_decode_rows, self.shape, self.num_sms, self.max_partials, layout,
+            self.rates,
+        )  # fmt: skip

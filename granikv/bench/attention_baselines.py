@@ -1,11 +1,13 @@
 """Other attention over the same requests: FlashInfer (flat, grouped cascade), SDPA per group.
 
-FlashInfer stores KV in pages of 16 tokens, scattered; its answers are checked against its own
-dense KV by the error between flat and cascade. SDPA reads the contiguous prefix only.
+FlashInfer stores KV in pages of 16 tokens, scattered; whole pages of a prefix are shared, its last
+tokens are private. Its answers are checked by the error between flat and cascade. SDPA reads the
+contiguous prefix only.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -17,7 +19,7 @@ from granikv.bench.attention_step import AttentionCase
 PAGE_SIZE = 16
 WORKSPACE_BYTES = 512 * 2**20
 
-Baseline = tuple[str, Callable[[], torch.Tensor], dict]
+Baseline = tuple[str, Callable[..., torch.Tensor], dict]
 
 
 def baselines(case: AttentionCase, shape: AttentionShape, dtype: torch.dtype) -> Iterator[Baseline]:
@@ -28,25 +30,33 @@ def baselines(case: AttentionCase, shape: AttentionShape, dtype: torch.dtype) ->
 
 
 def flashinfer_baselines(
-    case: AttentionCase, shape: AttentionShape, dtype: torch.dtype
+    case: AttentionCase,
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    num_layers: int = 1,
+    storage: torch.Tensor | None = None,
 ) -> Iterator[Baseline]:
+    """Calls take the layer, 0 if none is given. storage: as AttentionBench has it."""
     try:
         import flashinfer
     except ImportError:
         return
-    if case.suffix_len % PAGE_SIZE or any(n % PAGE_SIZE for n, _ in case.groups):
-        return  # whole pages only, so that both sides read the same keys
-    suffix_pages = case.suffix_len // PAGE_SIZE
     prefix_pages = [n // PAGE_SIZE for n, _ in case.groups]
+    private = case.prefix_of_request % PAGE_SIZE + case.suffix_lens
+    private_pages = -(-private // PAGE_SIZE)
     sizes = [size for _, size in case.groups]
-    num_pages = sum(prefix_pages) + case.batch * suffix_pages
-    kv = torch.randn(
-        num_pages, 2, PAGE_SIZE, shape.num_kv_heads, shape.head_dim, device="cuda", dtype=dtype
-    )
+    num_pages = sum(prefix_pages) + int(private_pages.sum())
+    size = (num_layers, num_pages, 2, PAGE_SIZE, shape.num_kv_heads, shape.head_dim)
+    if storage is None:
+        kv = torch.randn(size, device="cuda", dtype=dtype)
+    elif math.prod(size) <= storage.numel():
+        kv = storage[: math.prod(size)].view(size)
+    else:
+        raise ValueError(f"storage: expected {math.prod(size)} elements, got {storage.numel()}")
     order = np.random.default_rng(0).permutation(num_pages).astype(np.int32)
     cuts = np.cumsum(prefix_pages)
     prefixes = np.split(order[: cuts[-1]], cuts[:-1])
-    suffixes = order[cuts[-1] :].reshape(case.batch, suffix_pages)
+    suffixes = np.split(order[cuts[-1] :], np.cumsum(private_pages)[:-1])
     owner = np.repeat(np.arange(len(sizes)), sizes)
     full = [np.concatenate([prefixes[g], suffixes[i]]) for i, g in enumerate(owner)]
     q = torch.randn(case.batch, shape.num_qo_heads, shape.head_dim, device="cuda", dtype=dtype)
@@ -63,24 +73,24 @@ def flashinfer_baselines(
         return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
     flat = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), "NHD", use_tensor_cores=True)
-    last = ints([PAGE_SIZE] * case.batch)
+    last = ints((private - 1) % PAGE_SIZE + 1)
     flat.plan(indptr([len(f) for f in full]), ints(np.concatenate(full)), last, *heads, **types)
-    yield "flashinfer-flat", lambda: flat.run(q, kv), {"page_size": PAGE_SIZE}
+    yield "flashinfer-flat", lambda layer=0: flat.run(q, kv[layer]), {"page_size": PAGE_SIZE}
     if not sum(prefix_pages):
         return
     cascade = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace(), "NHD")
     cascade.plan(
         [indptr(sizes), ints(np.arange(case.batch + 1))],
-        [indptr(prefix_pages), indptr([suffix_pages] * case.batch)],
-        [ints(np.concatenate(prefixes)), ints(suffixes.reshape(-1))],
+        [indptr(prefix_pages), indptr(private_pages)],
+        [ints(np.concatenate(prefixes)), ints(np.concatenate(suffixes))],
         [ints([PAGE_SIZE] * len(sizes)), last],
         *heads,
         causal=False,
         **types,
     )
-    want, got = flat.run(q, kv).float(), cascade.run(q, kv).float()
+    want, got = flat.run(q, kv[0]).float(), cascade.run(q, kv[0]).float()
     error = float((got - want).norm() / want.norm())
-    yield "flashinfer-cascade", lambda: cascade.run(q, kv), {"error_to_flat": error}
+    yield "flashinfer-cascade", lambda layer=0: cascade.run(q, kv[layer]), {"error_to_flat": error}
 
 
 def sdpa_baseline(case: AttentionCase, shape: AttentionShape, dtype: torch.dtype) -> Baseline:

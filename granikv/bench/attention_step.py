@@ -5,35 +5,57 @@ slots  |-- extent of group 0 --|-- extent of group 1 --| ... | suffixes, scatter
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from granikv.attention.splits import HotGroups, SplitPlan, plan_splits
+from granikv.attention.splits import (
+    FILL_ONCE,
+    H200_RATES,
+    Cuts,
+    HotGroups,
+    SmRates,
+    SplitPlan,
+    plan_splits,
+)
 from granikv.attention.variants import AttentionShape, Layout
 from granikv.core import Count, SpanKind, StepPlan
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """groups: (prefix tokens, requests) each; a prefix of 0 tokens makes a request private."""
+    """groups: (prefix tokens, requests) each; a prefix of 0 tokens makes a request private.
+
+    suffix_len: private tokens of every request, or of each.
+    """
 
     name: str
     groups: tuple[tuple[int, int], ...]
-    suffix_len: int = 512
+    suffix_len: int | tuple[int, ...] = 512
 
     @property
     def batch(self) -> int:
         return sum(size for _, size in self.groups)
 
     @property
+    def suffix_lens(self) -> np.ndarray:
+        """int32 [batch]; raises ValueError when there is not one for each request."""
+        return np.broadcast_to(np.array(self.suffix_len, np.int32), (self.batch,))
+
+    @property
+    def prefix_of_request(self) -> np.ndarray:
+        """int32 [batch]: tokens."""
+        return np.repeat(*np.array(self.groups, np.int32).T)
+
+    @property
     def unique_tokens(self) -> int:
-        return sum(n for n, _ in self.groups) + self.batch * self.suffix_len
+        return sum(n for n, _ in self.groups) + int(self.suffix_lens.sum())
 
     @property
     def longest(self) -> int:
-        return max(n for n, _ in self.groups) + self.suffix_len
+        return int((self.prefix_of_request + self.suffix_lens).max())
 
 
 def standard_cases() -> list[AttentionCase]:
@@ -51,40 +73,56 @@ def standard_cases() -> list[AttentionCase]:
     ]
 
 
-class BenchStep:
-    """One decode step of a case: where its KV lies, and the plan for a layout."""
+class CaseSpans:
+    """What the planner sees of a case: its spans, without slot lists.
 
-    def __init__(self, case: AttentionCase, shape: AttentionShape, capacity: int, seed: int = 0):
-        """capacity: arena slots. Raises ValueError when the case does not fit."""
-        if case.unique_tokens >= capacity:
-            raise ValueError(f"capacity: expected over {case.unique_tokens}, got {capacity}")
+    prefix_starts, prefix_lens, sizes: int32 [num_groups], first slot, tokens and requests.
+    suffixes: int32 [batch, 5], as plan_splits takes them. positions: int32 [batch], last tokens.
+    """
+
+    def __init__(self, case: AttentionCase, shape: AttentionShape):
         self.case, self.shape = case, shape
-        rng = np.random.default_rng(seed)
-        lens = np.array([n for n, _ in case.groups], np.int32)
-        sizes = np.array([size for _, size in case.groups], np.int32)
-        starts = (np.cumsum(lens) - lens).astype(np.int32)
-        owner = np.repeat(np.arange(len(lens)), sizes)
-        batch, suffix = case.batch, case.suffix_len
-        scattered = rng.permutation(np.arange(int(lens.sum()), capacity - 1))[: batch * suffix]
-        self.suffix_slots = scattered.reshape(batch, suffix).astype(np.int32)
-        self.prefix = [(int(starts[g]), int(lens[g])) for g in owner]
-        self.request_slots = np.zeros((batch, case.longest), np.int32)
-        for row, (start, length) in enumerate(self.prefix):
-            self.request_slots[row, :length] = np.arange(start, start + length)
-            self.request_slots[row, length : length + suffix] = self.suffix_slots[row]
-        rows = np.arange(batch, dtype=np.int32)
-        used = lens > 0
-        indptr = np.concatenate([[0], np.cumsum(sizes[used])]).astype(np.int32)
-        none = np.zeros(int(used.sum()), np.int32)
-        self.groups = HotGroups(indptr, rows[used[owner]], starts[used], lens[used], none)
-        at = lens[owner]
-        kind = np.full(batch, SpanKind.SLOTS)
-        self.suffixes = np.stack([rows, kind, at, np.full(batch, suffix), at], 1).astype(np.int32)
-        self.positions = (at + suffix - 1).astype(np.int32)
+        self.prefix_lens, self.sizes = np.array(case.groups, np.int32).T
+        self.prefix_starts = (np.cumsum(self.prefix_lens) - self.prefix_lens).astype(np.int32)
+        self.owner = np.repeat(np.arange(len(self.sizes)), self.sizes)  # group of each request
+        at, lengths = self.prefix_lens[self.owner], case.suffix_lens
+        rows = np.arange(case.batch, dtype=np.int32)
+        kind = np.full(case.batch, SpanKind.SLOTS, np.int32)
+        self.suffixes = np.stack([rows, kind, at, lengths, at], 1).astype(np.int32)
+        self.positions = (at + lengths - 1).astype(np.int32)
 
-    def split(self, num_sms: int, max_partials: int, layout: Layout | None = None) -> SplitPlan:
+    def spans(self, shared: np.ndarray | None = None) -> tuple[HotGroups, np.ndarray]:
+        """HOT groups and COLD spans when the groups in `shared` (bool; None: all) read their prefix
+        once, and each request of the others reads it for itself, in place."""
+        shared = np.ones(len(self.sizes), bool) if shared is None else shared
+        used, of_row = shared & (self.prefix_lens > 0), ~shared & (self.prefix_lens > 0)
+        indptr = np.concatenate([[0], np.cumsum(self.sizes[used])]).astype(np.int32)
+        none = np.zeros(int(used.sum()), np.int32)
+        rows = np.flatnonzero(used[self.owner]).astype(np.int32)
+        groups = HotGroups(indptr, rows, self.prefix_starts[used], self.prefix_lens[used], none)
+        alone = np.flatnonzero(of_row[self.owner])
+        zero, owner = np.zeros_like(alone), self.owner[alone]
+        runs = [
+            alone,
+            zero + SpanKind.RUN,
+            self.prefix_starts[owner],
+            self.prefix_lens[owner],
+            zero,
+        ]
+        return groups, np.concatenate([np.stack(runs, 1), self.suffixes]).astype(np.int32)
+
+    def split(
+        self,
+        num_sms: int,
+        max_partials: int,
+        layout: Layout | None = None,
+        shared: np.ndarray | None = None,
+        rates: SmRates = H200_RATES,
+        cuts: Cuts = FILL_ONCE,
+    ) -> SplitPlan:
+        groups, cold = self.spans(shared)
         return plan_splits(
-            self.groups, self.suffixes, self.case.batch, self.shape, num_sms, max_partials, layout
+            groups, cold, self.case.batch, self.shape, num_sms, max_partials, layout, rates, cuts
         )
 
     def flat_split(self, num_sms: int, max_partials: int) -> SplitPlan:
@@ -96,6 +134,24 @@ class BenchStep:
         return plan_splits(
             HotGroups.empty(), spans, self.case.batch, self.shape, num_sms, max_partials
         )
+
+
+class BenchStep(CaseSpans):
+    """One decode step of a case: where its KV lies, and the plan for a layout."""
+
+    def __init__(self, case: AttentionCase, shape: AttentionShape, capacity: int, seed: int = 0):
+        """capacity: arena slots. Raises ValueError when the case does not fit."""
+        super().__init__(case, shape)
+        if case.unique_tokens >= capacity:
+            raise ValueError(f"capacity: expected over {case.unique_tokens}, got {capacity}")
+        rng = np.random.default_rng(seed)
+        free = rng.permutation(np.arange(int(self.prefix_lens.sum()), capacity - 1, dtype=np.int32))
+        ends = np.cumsum(case.suffix_lens)
+        self.request_slots = np.zeros((case.batch, case.longest), np.int32)
+        for row, (group, length) in enumerate(zip(self.owner, case.suffix_lens, strict=True)):
+            at, start = self.prefix_lens[group], self.prefix_starts[group]
+            self.request_slots[row, :at] = np.arange(start, start + at)
+            self.request_slots[row, at : at + length] = free[ends[row] - length : ends[row]]
 
     def plan(self, split: SplitPlan) -> StepPlan:
         batch = self.case.batch
@@ -112,7 +168,7 @@ class BenchStep:
             row_token=np.zeros(batch, np.int32),
             row_request=np.arange(batch, dtype=np.int32),
             row_position=self.positions,
-            slot_mapping=self.suffix_slots[:, -1],
+            slot_mapping=self.request_slots[np.arange(batch), self.positions],
             hot_items=split.hot_items,
             hot_rows=split.hot_rows,
             cold_items=split.cold_items,
@@ -125,20 +181,23 @@ class BenchStep:
             slot_writes=np.zeros((0, 3), np.int32),
         )
 
-    def reference(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """fp32 [batch, Hq, D] by dense attention; q [batch, Hq, D], k and v [capacity, Hkv, D].
+    def reference(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """fp32 [len(rows), Hq, D] by dense attention; q [batch, Hq, D], k and v [capacity, Hkv, D].
 
-        FP8 k and v have the scale 1.
+        rows: None is all. FP8 k and v have the scale 1.
         """
-        out = torch.empty(q.shape, device=q.device)
+        rows = range(self.case.batch) if rows is None else rows
+        out = torch.empty((len(rows), *q.shape[1:]), device=q.device)
         shape, scale = self.shape, self.shape.head_dim**-0.5
-        for row in range(self.case.batch):
+        for index, row in enumerate(rows):
             length = int(self.positions[row]) + 1
             slots = torch.from_numpy(self.request_slots[row, :length]).to(q.device).long()
             grouped = q[row].float().view(shape.num_kv_heads, shape.group_size, -1)
             scores = torch.einsum("hgd,nhd->hgn", grouped, _gather(k, slots)) * scale
             state = torch.einsum("hgn,nhd->hgd", scores.softmax(-1), _gather(v, slots))
-            out[row] = state.reshape(shape.num_qo_heads, -1)
+            out[index] = state.reshape(shape.num_qo_heads, -1)
         return out
 
 

@@ -1,13 +1,15 @@
 """GPU times from CUDA graph replays: one call with a cold L2, and a layer of a running step.
 
 do_bench_ms: a replay after the L2 was overwritten; the flush leaves dirty lines, which cost some
-microseconds. steady_ms: a graph of several layers, each with its own KV, divided by their number.
+microseconds. steady_ms: a graph of several layers, each with its own KV, divided by their number;
+where those fit the L2, a read of other memory before each replay takes them out of it.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -30,16 +32,19 @@ def capture(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def replay_ms(
-    replay: Callable[[], object], repeats: int, flush: torch.Tensor | None = None, warmup: int = 3
+    replay: Callable[[], object],
+    repeats: int,
+    before: Callable[[], object] | None = None,
+    warmup: int = 3,
 ) -> float:
-    """Median milliseconds of one replay, by device events; flush is overwritten before each."""
+    """Median milliseconds of one replay, by device events; `before` is called before each."""
     starts = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
     for _ in range(warmup):
         replay()
     for start, end in zip(starts, ends, strict=True):
-        if flush is not None:
-            flush.zero_()
+        if before is not None:
+            before()
         start.record()
         replay()
         end.record()
@@ -50,8 +55,11 @@ def replay_ms(
 def do_bench_ms(function: Callable[[], object], repeats: int = 60) -> float:
     """One call as a graph, the L2 flushed before each replay."""
     graph = capture(function)
-    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-    return replay_ms(graph.replay, repeats, flush)
+    return replay_ms(graph.replay, repeats, _flush_buffer().zero_)
+
+
+def _flush_buffer() -> torch.Tensor:
+    return torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
 
 
 def baseline_ms(function: Callable[[], object]) -> float:
@@ -60,14 +68,38 @@ def baseline_ms(function: Callable[[], object]) -> float:
         return do_bench_ms(function)
     except RuntimeError:
         torch.cuda.synchronize()
-        flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-        return replay_ms(function, 60, flush)
+        return replay_ms(function, 60, _flush_buffer().zero_)
 
 
-def steady_ms(layer: Callable[[int], object], num_layers: int, repeats: int = 15) -> float:
-    """Mean of a layer in a graph of num_layers, layer(i) with KV of its own."""
-    graph = capture(lambda: [layer(i) for i in range(num_layers)])
-    return replay_ms(graph.replay, repeats) / num_layers
+@dataclass(frozen=True)
+class Effort:
+    """How a steady time is measured: layers of the graph, its replays, and whether what all layers
+    read may fit the L2: then a read of other memory (no dirty lines) takes it out before each."""
+
+    num_layers: int = 8
+    repeats: int = 15
+    evict: bool = False
+
+
+def steady_ms(layer: Callable[[int], object], effort: Effort) -> float:
+    """Mean of a layer in a graph of several, layer(i) with KV of its own."""
+    graph = capture(lambda: [layer(i) for i in range(effort.num_layers)])
+    return _per_layer_ms(graph.replay, effort)
+
+
+def baseline_steady_ms(layer: Callable[[int], object], effort: Effort) -> tuple[float, bool]:
+    """steady_ms and True, or by events around eager calls, with False, for code that cannot be
+    captured: its launches count."""
+    try:
+        return steady_ms(layer, effort), True
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return _per_layer_ms(lambda: [layer(i) for i in range(effort.num_layers)], effort), False
+
+
+def _per_layer_ms(replay: Callable[[], object], effort: Effort) -> float:
+    before = _flush_buffer().zero_().max if effort.evict else None
+    return replay_ms(replay, effort.repeats, before) / effort.num_layers
 
 
 def gpu_probe() -> dict:
