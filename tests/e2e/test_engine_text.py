@@ -178,6 +178,8 @@ def test_c62_no_stop_string_ends_or_cuts_what_min_tokens_asks_for(decoder, token
     early = answers(decoder, tokenizer, [script], greedy(9, min_tokens=5, stop=("\n\n",)))[0]
     assert early.text == "a\n\nb\nc" and early.token_ids == script[:8]
     assert early.finish_reason is FinishReason.STOP
+    exact = answers(decoder, tokenizer, [script], greedy(9, min_tokens=3, stop=("\n\n",)))[0]
+    assert exact.text == "a" and exact.token_ids == script[:3]
     late = answers(decoder, tokenizer, [script], greedy(9, min_tokens=9, stop=("\n\n",)))[0]
     assert late.text == "a\n\nb\nc\n\nd" and late.finish_reason is FinishReason.LENGTH
 
