@@ -84,6 +84,7 @@ def test_tokens_are_the_torch_executors(built, arch, async_depth):
             assert float(relative_errors(a.logits, torch.stack(b.logits)).max()) < 1e-4
     assert engine.cache.counters["extents"] >= 2
     executor = engine.executor
+    assert executor.buffers.gluon  # the plugin may have those kernels: short items are refused
     assert executor.runtime.num_shape_calls < 13 * executor.runtime.num_runs
     binding = executor.binding
     assert executor.runtime.bound == {binding}

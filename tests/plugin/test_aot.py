@@ -80,11 +80,14 @@ def as_jit_sees(launch: Launch, capability: int):
 
 
 @pytest.mark.parametrize(
-    ("heads", "capability"),
-    [(SMALL, 80), (SMALL, 90), (GLUON, 90), (replace(GLUON, element="fp16"), 90)],
-    ids=["9x3x64-80", "9x3x64-90", "8x2x128-90", "8x2x128-fp16-90"],
+    ("layout", "heads", "capability"),
+    [
+        *((name, SMALL, capability) for name in LAYOUTS for capability in (80, 90)),
+        *((name, GLUON, 90) for name in ("large", "dense", "even")),
+        *((name, replace(GLUON, element="fp16"), 90) for name in ("dense", "even")),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_every_launch_has_a_cubin_of_its_own_specialisation(layout, heads, capability, monkeypatch):
     made = program(heads, capability)
     known = {job.key: job for job in made.jobs()}

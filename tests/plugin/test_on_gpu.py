@@ -18,6 +18,7 @@ from tests.plugin.plugin_support import (
     read_out,
     run_host,
     run_rows,
+    whole_blocks,
     write_step,
 )
 from tests.plugin.test_aot import EVERYONE, STEPS, TOOLS
@@ -27,6 +28,9 @@ SMALL, LARGE = ((9, 3), 64), ((32, 8), 128)
 MANY = [Row([EVERYONE, TOOLS], 20 + 3 * i) for i in range(24)] + [Row([], 90)]
 CROWD = [Row([EVERYONE], 20 + 3 * i) for i in range(24)]
 MIXED = [*CROWD, Row([TOOLS], 17)]
+LONG = (0, 8, 450)
+# more than one tile of 128 stacked rows, rows that see a part of an item or nothing of it
+DEEP = [Row([LONG], 5 + i) for i in range(35)] + [Row([LONG], 0, seen=n) for n in (1, 129, 300)]
 
 
 def check(steps: dict[str, Step], folder, host, library, capture=False, **changes: int) -> None:
@@ -51,26 +55,37 @@ def check(steps: dict[str, Step], folder, host, library, capture=False, **change
 
 
 def step_of(rows: list[Row], heads, layout: str, dtype=torch.bfloat16, padding: int = 2) -> Step:
+    made = LAYOUTS[layout]
     return Step(
-        rows, *heads, dtype, layout=LAYOUTS[layout], padding=padding, num_sms=132, capacity=4096
-    )
+        whole_blocks(rows, made), *heads, dtype, layout=made, padding=padding, num_sms=132,
+        capacity=4096,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("capture", [False, True], ids=["exact", "captured"])
 @pytest.mark.parametrize("heads", [SMALL, LARGE], ids=["9x3x64", "32x8x128"])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_every_layout(layout, heads, capture, host, library, tmp_path):
-    rows = {**STEPS, "many": MANY, "mixed": MIXED}
+    """On compute capability 9.0 the Gluon kernels among them, in layouts with hot_gluon."""
+    rows = {**STEPS, "many": MANY, "mixed": MIXED, "deep": DEEP}
     steps = {name: step_of(rows[name], heads, layout) for name in rows}
+    if torch.cuda.get_device_capability() == (9, 0) and heads is LARGE:
+        attention = prepared(steps["deep"])
+        assert attention.gluon and attention.hot_grid and attention.cold_grid
     check(steps, tmp_path, host, library, capture)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
-def test_other_types(dtype, host, library, tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "heads"),
+    [(torch.float16, SMALL), (torch.float32, SMALL), (torch.float16, LARGE)],
+    ids=["fp16", "fp32", "fp16-wide"],
+)
+def test_other_types(dtype, heads, host, library, tmp_path):
+    """Without the Gluon kernels, also in the layouts that have them."""
     steps = {
-        f"{name}-{layout}": step_of(STEPS[name], SMALL, layout, dtype)
+        f"{name}-{layout}": step_of(STEPS[name], heads, layout, dtype)
         for name in ("runs", "extend")
-        for layout in ("mid", "small")
+        for layout in ("mid", "small", "dense", "even")
     }
     check(steps, tmp_path, host, library)
 
@@ -92,5 +107,6 @@ def test_a_workspace_may_begin_anywhere(host, library, tmp_path):
 
 def test_repeated_runs_are_equal(host, library, tmp_path):
     """Dependent launches and two streams: any race would show as a difference between runs."""
-    steps = {str(i): step_of(MANY, LARGE, "small" if i % 2 else "large") for i in range(8)}
+    layouts = ("large", "small", "dense", "even")
+    steps = {str(i): step_of(MANY, LARGE, layouts[i % 4]) for i in range(16)}
     check(steps, tmp_path, host, library, True)
