@@ -22,10 +22,12 @@ from granikv.attention.plan_buffers import PlanBuffers, attention_shape, step_ca
 from granikv.attention.splits import PlanCutter
 from granikv.config import EngineConfig, ModelConfig
 from granikv.core import Count, StepOutput, StepPlan
+from granikv.device_sampling import Sampled
 from granikv.errors import InvalidArgument, Unavailable
 from granikv.executor.device_rows import DeviceRows
 from granikv.executor.step_setup import apply_moves, take_rows
 from granikv.sampling import Sampler
+from granikv.transfers import to_device
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +39,8 @@ WARMUP_RUNS = 1  # eager runs of a key before it is captured: kernels compile, p
 class Handle:
     done: Any  # torch.cuda.Event
     started: Any
-    host_ids: torch.Tensor  # int64 [rows], pinned
     num_samples: int
-    output: StepOutput | None = None  # when the step was sampled with the host's sampler
+    sampled: Sampled | None = None  # None: the step has no sample rows
     error: Exception | None = None
     logits: torch.Tensor | None = None
 
@@ -81,8 +82,8 @@ class DeviceExecutor(ABC):
     ):
         if engine_config.dtype not in DTYPES:
             raise InvalidArgument("dtype", engine_config.dtype, f"one of {sorted(DTYPES)}")
-        self.config, self.sampler = engine_config, sampler
-        self.device = torch.device(device)
+        self.config, self.device = engine_config, torch.device(device)
+        self.sampler = sampler.on(self.device)
         self.on_gpu = self.device.type == "cuda"
         self.use_graphs = use_graphs and self.on_gpu
         self.keep_logits = False
@@ -155,7 +156,7 @@ class DeviceExecutor(ABC):
     def launch(self, plan: StepPlan) -> Handle:
         """Queue the step; an error of this step is raised by `wait`, never here."""
         num_samples = int(plan.counts[Count.NUM_SAMPLE_ROWS])
-        handle = Handle(None, None, torch.empty(0), num_samples)
+        handle = Handle(None, None, num_samples)
         try:
             if not self.on_gpu:
                 self._step(plan, handle)
@@ -178,10 +179,10 @@ class DeviceExecutor(ABC):
         if handle.done is not None:
             handle.done.synchronize()
             elapsed_s = handle.started.elapsed_time(handle.done) / 1e3
-        output = handle.output
-        if output is None:
-            ids = handle.host_ids[: handle.num_samples].numpy().astype(np.int32)
-            output = StepOutput(token_ids=ids)
+        if handle.sampled is None:
+            output = StepOutput(np.empty(0, np.int32))
+        else:
+            output = handle.sampled.output()
         output.elapsed_s = elapsed_s
         if handle.logits is not None:
             output.logits = handle.logits[: handle.num_samples].cpu().numpy()
@@ -216,9 +217,9 @@ class DeviceExecutor(ABC):
 
     def _write_slots(self, plan: StepPlan) -> None:
         writes = plan.slot_writes[: plan.counts[Count.NUM_SLOT_WRITES]].astype(np.int64)
-        index = torch.from_numpy(writes[:, 0] * self.request_slots.shape[1] + writes[:, 1])
-        slots = torch.from_numpy(writes[:, 2].astype(np.int32))
-        self.request_slots.view(-1).index_copy_(0, index.to(self.device), slots.to(self.device))
+        index = writes[:, 0] * self.request_slots.shape[1] + writes[:, 1]
+        sent = to_device({"index": index, "slot": writes[:, 2]}, self.device)
+        self.request_slots.view(-1).index_copy_(0, sent["index"], sent["slot"].int())
 
     def _decode(self, plan: StepPlan, rows: dict[str, torch.Tensor], bucket: int) -> torch.Tensor:
         """Logits [bucket, vocab] of a step in which every row decodes."""
@@ -263,22 +264,16 @@ class DeviceExecutor(ABC):
         logits: torch.Tensor,
         rows: dict[str, torch.Tensor],
     ) -> None:
-        """Ids stay on the device, unless a row needs the host: penalties, bad words, logprobs."""
+        """The ids on the device, for the next step; and all results on their way to the host."""
         count = handle.num_samples
         logits = logits[:count]
         request_rows = plan.row_request[plan.sample_rows[:count]]
         if self.keep_logits:
             handle.logits = logits.clone()
         made = plan.row_position[plan.sample_rows[:count]] + 1 - self.prompt_lens[request_rows]
-        if self.sampler.stays_on_device(request_rows):
-            ids = self.sampler.sample_ids(logits, request_rows.tolist(), made.tolist())
-            handle.host_ids = torch.empty(count, dtype=torch.int64, pin_memory=self.on_gpu)
-            handle.host_ids.copy_(ids, non_blocking=True)
-        else:
-            handle.output = self.sampler.sample(logits, request_rows.tolist(), made.tolist())
-            ids = torch.from_numpy(handle.output.token_ids).long().to(self.device)
-        sampled = rows["request"].index_select(0, rows["sample_row"][:count])
-        self.last_sampled.index_copy_(0, sampled, ids)
+        handle.sampled = self.sampler.launch(logits, request_rows, made)
+        requests = rows["request"].index_select(0, rows["sample_row"][:count])
+        self.last_sampled.index_copy_(0, requests, handle.sampled.ids)
 
 
 def row_bucket(num_rows: int) -> int:
