@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,8 +23,9 @@ from granikv.attention.splits import PlanCutter
 from granikv.config import EngineConfig, ModelConfig
 from granikv.core import Count, StepOutput, StepPlan
 from granikv.device_sampling import Sampled
-from granikv.errors import InvalidArgument, Unavailable
+from granikv.errors import InvalidArgument
 from granikv.executor.device_rows import DeviceRows
+from granikv.executor.memory_plan import fixed_bytes, plan_memory
 from granikv.executor.step_setup import apply_moves, take_rows
 from granikv.sampling import Sampler
 from granikv.transfers import to_device
@@ -65,8 +66,9 @@ class DeviceExecutor(ABC):
     """What executors on one device share; a subclass gives `_forward`.
 
     model_config: the shape of what runs here; buffers: the plan on the device, `prepare`d once per
-    step; limits of the request table and of a step are engine_config's. Raises Unavailable when
-    the arenas do not fit in what is free, InvalidArgument for an unknown dtype.
+    step; limits of the request table and of a step are engine_config's. On a GPU the arenas get
+    what memory_plan.py finds. Raises Unavailable when that is too little, InvalidArgument for an
+    unknown dtype.
     """
 
     buffers: PlanBuffers  # set by the subclass, once the arenas exist
@@ -89,9 +91,16 @@ class DeviceExecutor(ABC):
         self.keep_logits = False
         dtype = DTYPES[engine_config.dtype]
         max_seq_len = engine_config.max_seq_len or model_config.max_position
-        rows, capacity = engine_config.max_requests, engine_config.capacity_tokens
-        token_bytes = model_config.kv_bytes_per_token(engine_config.kv_element_bytes)
-        self._require_memory(capacity * token_bytes, capacity)
+        rows = engine_config.max_requests
+        self.capacities = step_capacities(
+            rows,
+            engine_config.max_num_batched_tokens,
+            attention_shape(model_config, dtype, engine_config.fp8_kv),
+        )
+        if self.on_gpu:
+            capacity = self._plan_memory(model_config, dtype.itemsize)
+            self.config = engine_config = replace(engine_config, capacity_tokens=capacity)
+        capacity = engine_config.arena_tokens
         shape = (
             model_config.num_layers, capacity, model_config.num_kv_heads, model_config.head_dim
         )  # fmt: skip
@@ -104,11 +113,6 @@ class DeviceExecutor(ABC):
         )
         self.last_sampled = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
         self.prompt_lens = np.zeros(rows, np.int64)
-        self.capacities = step_capacities(
-            rows,
-            engine_config.max_num_batched_tokens,
-            attention_shape(model_config, dtype, engine_config.fp8_kv),
-        )
         self.device_name = torch.cuda.get_device_name(self.device) if self.on_gpu else "cpu"
         self._rows = DeviceRows(
             max(engine_config.max_num_batched_tokens, rows),
@@ -136,19 +140,22 @@ class DeviceExecutor(ABC):
         rows: of DeviceRows; sample_rows int64 [S], None: all rows. Returns logits fp32 [S, vocab].
         """
 
-    def _require_memory(self, arena_bytes: int, capacity_tokens: int) -> None:
-        if not self.on_gpu:
-            return
+    def _plan_memory(self, model_config: ModelConfig, element_bytes: int) -> int:
+        """Tokens of the arenas; the plan goes to the log."""
         torch.cuda.empty_cache()  # what loading used in passing counts as free
-        free_bytes, _ = torch.cuda.mem_get_info(self.device)
-        usable_bytes = int(0.95 * free_bytes) - 2**30  # workspace, activations, graphs
-        if arena_bytes > usable_bytes:
-            fits = max(0, capacity_tokens * usable_bytes // arena_bytes)
-            raise Unavailable(
-                f"KV arena: expected at most {usable_bytes / 2**30:.1f} GiB of free GPU memory, "
-                f"got {arena_bytes / 2**30:.1f} GiB for capacity_tokens={capacity_tokens}; "
-                f"set capacity_tokens to {fits} or less"
-            )
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+        config = self.config
+        fixed = fixed_bytes(
+            config, model_config, self.capacities, element_bytes, model_config.vocab_size
+        )
+        token_bytes = model_config.kv_bytes_per_token(config.kv_element_bytes)
+        plan = plan_memory(config, total_bytes, free_bytes, fixed, token_bytes)
+        log.info("memory of %s:\n%s", self.device, plan.table())
+        return self._agree(plan.capacity_tokens)
+
+    def _agree(self, capacity_tokens: int) -> int:
+        """The capacity that all ranks have room for."""
+        return capacity_tokens
 
     # -- the executor's interface --------------------------------------------------------------
 
