@@ -38,10 +38,12 @@ def build_executor(
         from granikv.executor.ranks import start_torch
 
         tokenizer = _tokenizer(config, tokenizer)
-        return config, start_torch(config, _eos_token_ids(model, tokenizer)), tokenizer
+        executor = start_torch(config, _eos_token_ids(model, tokenizer))
+        return _with_capacity(config, executor), executor, tokenizer
     decoder, tokenizer = _load(config, tokenizer)
     sampler = _make_sampler(config, decoder.config, tokenizer)
-    return config, make_executor(config, decoder, sampler), tokenizer
+    executor = make_executor(config, decoder, sampler)
+    return _with_capacity(config, executor), executor, tokenizer
 
 
 def executor_beside(
@@ -50,7 +52,13 @@ def executor_beside(
     """As build_executor, for a second engine in this process on the same weights."""
     config, _ = check_engine(config)
     sampler = _make_sampler(config, decoder.config, tokenizer)
-    return config, make_executor(config, decoder, sampler)
+    executor = make_executor(config, decoder, sampler)
+    return _with_capacity(config, executor), executor
+
+
+def _with_capacity(config: EngineConfig, executor: Any) -> EngineConfig:
+    """config with the capacity of the executor's arenas."""
+    return replace(config, capacity_tokens=executor.config.arena_tokens)
 
 
 def _make_sampler(config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> Sampler:

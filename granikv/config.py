@@ -67,8 +67,9 @@ QUANTIZATIONS = (None, "fp8", "fp8_per_tensor")
 ALL_REDUCES = ("nccl", "one_shot", "two_shot", "auto")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_THREADS = 1024
+CPU_CAPACITY_TOKENS = 65536
+GPU_MEMORY_UTILIZATION = 0.9
 LIMITS = {  # lowest and highest
-    "capacity_tokens": (2, INT32_MAX),
     "max_requests": (1, 65536),
     "max_seq_len": (0, INT32_MAX),
     "max_num_batched_tokens": (1, 2**20),
@@ -96,7 +97,11 @@ class EngineConfig:
     plugin: str | None = None  # with executor tensorrt: GraniKV's plugin library
     tp: int = 1  # tensor-parallel ranks, a process and a GPU each; on a CPU by gloo, for tests
     all_reduce: str = "nccl"  # one of ALL_REDUCES, between GPUs; auto: measured at the start
-    capacity_tokens: int = 65536  # KV arena, one padding slot included
+    # KV arena, one padding slot included; None: CPU_CAPACITY_TOKENS, or what fits on a GPU
+    capacity_tokens: int | None = None
+    gpu_memory_utilization: float = (
+        GPU_MEMORY_UTILIZATION  # of a GPU's whole memory, with weights and all else
+    )
     max_requests: int = 256  # rows of the request table: running at once
     max_seq_len: int = 0  # 0: the model's context
     max_num_batched_tokens: int = 512  # rows of one step
@@ -127,12 +132,19 @@ class EngineConfig:
         self._check_all_reduce()
         if self.prefix_layout not in ("asymmetric", "uniform"):
             raise InvalidArgument("prefix_layout", self.prefix_layout, "'asymmetric' or 'uniform'")
-        if self.capacity_tokens <= self.page_tokens:
-            raise InvalidArgument(
-                "capacity_tokens",
-                self.capacity_tokens,
-                f"at least {self.page_tokens + 1}: one page and the padding slot",
-            )
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        share, capacity = self.gpu_memory_utilization, self.capacity_tokens
+        if not 0.0 < share <= 1.0:
+            raise InvalidArgument("gpu_memory_utilization", share, "a number in (0, 1]")
+        if share != GPU_MEMORY_UTILIZATION and self.device == "cpu":
+            expected = f"{GPU_MEMORY_UTILIZATION}, or a GPU"
+            raise InvalidArgument("gpu_memory_utilization", share, expected)
+        lowest = self.page_tokens + 1
+        if capacity is not None and not lowest <= capacity <= INT32_MAX:
+            expected = f"None, or {lowest} (one page and the padding slot) to {INT32_MAX}"
+            raise InvalidArgument("capacity_tokens", capacity, expected)
 
     def _check_executor(self) -> None:
         if self.executor not in EXECUTORS:
@@ -175,6 +187,14 @@ class EngineConfig:
     def kv_element_bytes(self) -> int:
         """Of one stored number; a dtype that is not decided yet counts as float32."""
         return 1 if self.fp8_kv else DTYPE_BYTES.get(self.dtype, 4)
+
+    @property
+    def arena_tokens(self) -> int:
+        """capacity_tokens, once it is decided."""
+        if self.capacity_tokens is None:
+            expected = "a number: resolve_device decides it on a CPU, the executor on a GPU"
+            raise InvalidArgument("capacity_tokens", None, expected)
+        return self.capacity_tokens
 
     @property
     def page_tokens(self) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from granikv.config import EngineConfig, ModelConfig
+from granikv.config import INT32_MAX, EngineConfig, ModelConfig
 from granikv.cost_model import CostModel
 from granikv.engines.manifest import load_manifest
 from granikv.engines.sharding import Shard
@@ -77,7 +77,12 @@ def check_served_model(config: EngineConfig, model: ModelConfig, probe: str) -> 
 
 
 def _stored_tokens(config: EngineConfig) -> int:
-    """Of one request that has the arena for itself; the last slot is for padding."""
+    """Of one request that has the arena for itself; the last slot is for padding.
+
+    An arena that is planned when the weights are loaded sets no limit before.
+    """
+    if config.capacity_tokens is None:
+        return INT32_MAX
     return (config.capacity_tokens - 1) // config.page_tokens * config.page_tokens - 1
 
 
@@ -87,7 +92,7 @@ def _engines(config: EngineConfig) -> tuple[EngineConfig, ModelConfig]:
     """
     folder = Path(str(config.engine_dir))
     manifest = load_manifest(folder)
-    dtype = engine_sizes(config, manifest).dtype
+    sizes = engine_sizes(config, manifest)
     resolved = resolve_device(dataclasses.replace(config, dtype="auto"))
     model, built = load_config(config.model), manifest.model
     for name in ("architecture", "num_layers", "hidden_size", "num_qo_heads", "vocab_size"):
@@ -98,7 +103,8 @@ def _engines(config: EngineConfig) -> tuple[EngineConfig, ModelConfig]:
                 "that they were built from"
             )
     model = dataclasses.replace(built, max_position=manifest.limits.max_seq_len)
-    return dataclasses.replace(resolved, dtype=dtype), model
+    capacity = sizes.capacity_tokens
+    return dataclasses.replace(resolved, dtype=sizes.dtype, capacity_tokens=capacity), model
 
 
 def _check_ranks(config: EngineConfig, model: ModelConfig) -> None:

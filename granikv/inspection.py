@@ -68,16 +68,25 @@ def describe(config: EngineConfig) -> dict[str, dict[str, object]]:
 def kv_facts(config: EngineConfig, model: ModelConfig) -> dict[str, object]:
     config = resolve_device(config)
     token_bytes = model.kv_bytes_per_token(config.kv_element_bytes)
-    usable = config.capacity_tokens - 1  # the last slot is for padding
+    size: dict[str, object] = {
+        "capacity, tokens": "planned at the start from what is free beside the weights",
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+    }
+    if config.capacity_tokens is not None:
+        usable = config.capacity_tokens - 1  # the last slot is for padding
+        size = {
+            "capacity, tokens": usable,
+            "arena, bytes": config.capacity_tokens * token_bytes,
+            "longest request, tokens": longest_request(config, model),
+            f"requests of {TYPICAL_REQUEST_TOKENS} unshared tokens": usable
+            // TYPICAL_REQUEST_TOKENS,
+        }
     return {
         "device": config.device,
         "dtype": config.kv_dtype,
         "layout": config.prefix_layout,
         "bytes per token": token_bytes,
-        "capacity, tokens": usable,
-        "arena, bytes": config.capacity_tokens * token_bytes,
-        "longest request, tokens": longest_request(config, model),
-        f"requests of {TYPICAL_REQUEST_TOKENS} unshared tokens": usable // TYPICAL_REQUEST_TOKENS,
+        **size,
     }
 
 

@@ -6,63 +6,40 @@ its own logits alone, so neither the place in the batch nor a preemption changes
 Order: repetition penalty, frequency and presence penalty, min_tokens and bad words, temperature,
 then min_p, top_k and top_p. Log probabilities are of the model's unmodified logits. Tokens tied
 with the last one kept by top_k or top_p are kept too.
+
+`Sampler` keeps its state on the host: it serves the CPU executor, and is the twin of the one in
+device_sampling.py.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from granikv.core import StepOutput
 from granikv.errors import InvalidArgument
+from granikv.philox import seed_of_text, uniform
+from granikv.sampling_ops import (
+    NUMBERS,
+    PENALTIES,
+    Draws,
+    argmax,
+    draw,
+    is_filtered,
+    numbers_of,
+    penalize,
+)
 from granikv.sampling_params import SamplingParams
+from granikv.transfers import to_device
 
-_MASK32 = np.uint64(0xFFFFFFFF)
-_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
-_MIN_TEMPERATURE = 1e-30  # below, float32 would divide by zero; the result is greedy long before
-_ARGMAX_PIECES = 64  # at most, and a power of two: a row's pieces are searched side by side
-_TOP_P_FIRST_TRY = 1024  # sorted first; nearly always holds top_p of the mass
+if TYPE_CHECKING:
+    from granikv.device_sampling import DeviceSampler
 
-
-def philox4x32(counter: np.ndarray, key: np.ndarray, rounds: int = 10) -> np.ndarray:
-    """counter uint32 [N, 4], key uint32 [N, 2] -> random uint32 [N, 4].
-
-    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-    """
-    c0, c1, c2, c3 = (counter[:, i].astype(np.uint64) for i in range(4))
-    k0, k1 = (key[:, i].astype(np.uint64) for i in range(2))
-    for _ in range(rounds):
-        low, high = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
-        c0, c1, c2, c3 = (
-            (high >> np.uint64(32)) ^ c1 ^ k0,
-            high & _MASK32,
-            (low >> np.uint64(32)) ^ c3 ^ k1,
-            low & _MASK32,
-        )
-        k0, k1 = (k0 + _WEYL[0]) & _MASK32, (k1 + _WEYL[1]) & _MASK32
-    return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
-
-
-def uniform(seeds: Sequence[int], output_positions: Sequence[int]) -> np.ndarray:
-    """float64 [N] in [0, 1), one per (64-bit seed, output position)."""
-    seed = np.asarray(seeds, dtype=np.uint64)
-    key = np.stack([seed & _MASK32, seed >> np.uint64(32)], axis=1).astype(np.uint32)
-    counter = np.zeros((len(seed), 4), dtype=np.uint32)
-    counter[:, 0] = np.asarray(output_positions, dtype=np.uint32)
-    bits = philox4x32(counter, key).astype(np.uint64)
-    return ((bits[:, 0] >> np.uint64(5)) * 67108864.0 + (bits[:, 1] >> np.uint64(6))) / 2.0**53
-
-
-def seed_of_text(text: str, seed_default: int = 0) -> int:
-    """A stable 64-bit seed for a request that gives none."""
-    material = f"{seed_default}\0{text}".encode()
-    return int.from_bytes(hashlib.blake2b(material, digest_size=8).digest(), "little")
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -71,18 +48,18 @@ class _State:
 
     params: SamplingParams
     seed: int
-    masked_early: torch.Tensor | None  # int64 [n]: ids not allowed before min_tokens
+    masked_early: list[int]  # ids not allowed before min_tokens
     tail: list[int]  # last known tokens, as many as bad words need
     tail_len: int
     seen: torch.Tensor | None = None  # bool [vocab]: in prompt or output
     output_counts: torch.Tensor | None = None  # float32 [vocab]
 
     @property
-    def is_filtered(self) -> bool:
-        return self.params.top_k > 0 or self.params.top_p < 1.0 or self.params.min_p > 0.0
+    def numbers(self) -> tuple:
+        return numbers_of(self.params, self.seed)
 
     def edits_logits(self, output_position: int) -> bool:
-        early = self.masked_early is not None and output_position < self.params.min_tokens
+        early = bool(self.masked_early) and output_position < self.params.min_tokens
         return self.params.uses_penalties or early or bool(self.params.bad_words_ids)
 
     def append(self, token: int) -> None:
@@ -111,6 +88,14 @@ class Sampler:
         self.eos_token_ids = tuple(eos_token_ids)
         self._states: list[_State | None] = [None] * max_requests
 
+    def on(self, device: torch.device) -> DeviceSampler:
+        """One with these settings, without its requests, whose state is on the device."""
+        from granikv.device_sampling import DeviceSampler
+
+        return DeviceSampler(
+            len(self._states), self.vocab_size, device, self.seed_default, self.eos_token_ids
+        )
+
     def set_request(
         self,
         row: int,
@@ -124,15 +109,8 @@ class Sampler:
         seed_text, the request id, gives the seed when params.seed is None.
         Raises InvalidArgument for ids outside the vocabulary or an empty bad word.
         """
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        for word in params.bad_words_ids:
-            if not word:
-                raise InvalidArgument("bad_words_ids", word, "non-empty token sequences")
-            self._check_ids("bad_words_ids", word)
-        early = None
-        if params.min_tokens > 0:
-            ids = sorted({*self.eos_token_ids, *params.stop_token_ids})
-            early = torch.tensor(ids, dtype=torch.int64) if ids else None
+        check_ids(params, self.vocab_size)
+        early = ids_before_min_tokens(params, self.eos_token_ids)
         tail_len = max((len(word) - 1 for word in params.bad_words_ids), default=0)
         tail: list[int] = []
         if tail_len:
@@ -154,67 +132,11 @@ class Sampler:
     def clear_request(self, row: int) -> None:
         self._states[row] = None
 
-    def stays_on_device(self, rows: Iterable[int]) -> bool:
-        """Whether `sample_ids` can serve these request rows: nothing about them needs the host.
-
-        Penalties and bad words need the tokens so far, log probabilities go to the host.
-        """
-        states = [self._states[row] for row in rows]
-        return all(
-            s is not None
-            and s.params.logprobs is None
-            and s.masked_early is None
-            and not s.params.uses_penalties
-            and not s.params.bad_words_ids
-            for s in states
-        )
-
-    @torch.inference_mode()
-    def sample_ids(
-        self, logits: torch.Tensor, rows: Sequence[int], output_positions: Sequence[int]
-    ) -> torch.Tensor:
-        """int64 [S] on the device of logits [S, vocab], equal to `sample`'s, without a wait.
-
-        For rows that `stays_on_device` accepts.
-        """
-        states = [s for s in (self._states[row] for row in rows) if s is not None]
-        return self._ids(logits, states, output_positions)
-
-    def _ids(
-        self, logits: torch.Tensor, states: list[_State], output_positions: Sequence[int]
-    ) -> torch.Tensor:
-        """int64 [S]: one id per row of logits [S, vocab], on their device."""
-        greedy = [i for i, s in enumerate(states) if s.params.is_greedy]
-        if len(greedy) == len(states):
-            return _argmax(logits)
-        ids = torch.empty(len(states), dtype=torch.int64, device=logits.device)
-        if greedy:
-            ids[greedy] = _argmax(logits[greedy])
-        for filtered in (False, True):
-            group = [
-                i
-                for i, s in enumerate(states)
-                if not s.params.is_greedy and s.is_filtered == filtered
-            ]
-            if group:
-                ids[group] = self._draw(
-                    logits[group],
-                    [states[i] for i in group],
-                    [output_positions[i] for i in group],
-                    filtered,
-                )
-        return ids
-
-    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
-        for token in ids:
-            if not 0 <= token < self.vocab_size:
-                raise InvalidArgument(name, token, f"token ids in [0, {self.vocab_size})")
-
     @torch.inference_mode()
     def sample(
         self, logits: torch.Tensor, rows: Sequence[int], output_positions: Sequence[int]
     ) -> StepOutput:
-        """One token per row of logits float32 [S, vocab], which stay unchanged.
+        """One token per row of logits float32 [S, vocab] on the CPU, which stay unchanged.
 
         rows [S]: request rows. output_positions [S]: output tokens each request has before this
         one. Log probabilities come back when some row asks: NaN, id -1 and -inf where it did not.
@@ -238,10 +160,29 @@ class Sampler:
             work[edited] = self._edit(
                 logits[edited], [states[i] for i in edited], [output_positions[i] for i in edited]
             )
-        tokens = self._ids(work, states, output_positions).cpu().numpy().astype(np.int32)
+        tokens = self._ids(work, states, output_positions).numpy().astype(np.int32)
         for state, token in zip(states, tokens.tolist(), strict=True):
             state.append(token)
-        return self._with_logprobs(StepOutput(tokens), logits, states)
+        return self._with_logprobs(tokens, logits, states)
+
+    def _ids(
+        self, logits: torch.Tensor, states: list[_State], output_positions: Sequence[int]
+    ) -> torch.Tensor:
+        """int64 [S]: one id per row of logits [S, vocab]."""
+        numbers = _numbers(states)
+        greedy, filtered = numbers["temperature"] == 0.0, is_filtered(numbers)
+        if greedy.all():
+            return argmax(logits)
+        positions = np.asarray(output_positions)
+        ids = torch.empty(len(states), dtype=torch.int64)
+        if greedy.any():
+            ids[greedy] = argmax(logits[greedy])
+        for group in (~greedy & ~filtered, ~greedy & filtered):
+            if group.any():
+                u = uniform(numbers["seed"][group], positions[group])
+                arrays = Draws.arrays(numbers[group], u, self.vocab_size)
+                ids[group] = draw(logits[group], Draws.of(arrays, to_device(arrays, CPU)))
+        return ids
 
     def _edit(
         self, logits: torch.Tensor, states: list[_State], output_positions: list[int]
@@ -250,90 +191,84 @@ class Sampler:
         group = [i for i, s in enumerate(states) if s.params.uses_penalties]
         if group:
             chosen = [states[i] for i in group]
-
-            def column(name: str) -> torch.Tensor:
-                values = [[getattr(s.params, name)] for s in chosen]
-                return torch.tensor(values, dtype=torch.float32, device=logits.device)
-
-            seen = torch.stack([s.seen for s in chosen if s.seen is not None]).to(logits.device)
+            seen = torch.stack([s.seen for s in chosen if s.seen is not None])
             counts = torch.stack([s.output_counts for s in chosen if s.output_counts is not None])
-            counts = counts.to(logits.device)
-            x, repetition = logits[group], column("repetition_penalty")
-            x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
-            x = x - column("frequency_penalty") * counts
-            logits[group] = x - column("presence_penalty") * (counts > 0)
+            numbers = _numbers(chosen)
+            penalties = [torch.from_numpy(numbers[name].copy()) for name in PENALTIES]
+            logits[group] = penalize(logits[group], seen, counts, *penalties)
         for i, (state, position) in enumerate(zip(states, output_positions, strict=True)):
             masked = _bad_tokens(state)
-            if state.masked_early is not None and position < state.params.min_tokens:
-                masked += state.masked_early.tolist()
+            if position < state.params.min_tokens:
+                masked += state.masked_early
             if masked and len(set(masked)) < self.vocab_size:  # all masked: nothing to choose from
                 logits[i, masked] = -torch.inf
         return logits
 
-    def _draw(
-        self,
-        logits: torch.Tensor,
-        states: list[_State],
-        output_positions: list[int],
-        filtered: bool,
-    ) -> torch.Tensor:
-        """logits [G, vocab] -> random tokens int64 [G], by inverse CDF in vocabulary order."""
-        params = [s.params for s in states]
-        limit = torch.finfo(torch.float32).max
-        x = torch.nan_to_num(logits.float(), nan=-torch.inf, posinf=limit, neginf=-torch.inf)
-        best = x.amax(dim=-1, keepdim=True)
-        temperatures = [[max(p.temperature, _MIN_TEMPERATURE)] for p in params]
-        # the maximum goes first, so that no temperature can make inf - inf
-        x = (x - best.clamp(min=-limit)) / torch.tensor(temperatures, device=x.device)
-        weights = x.exp()  # [G, vocab], the best token has 1
-        if filtered:
-            weights = _filter(weights, params)
-        cdf = weights.cumsum(dim=-1, dtype=torch.float64)
-        u = uniform([s.seed for s in states], output_positions)
-        target = torch.from_numpy(u).to(x.device)[:, None] * cdf[:, -1:]
-        index = torch.searchsorted(cdf, target, right=True).clamp(max=x.shape[-1] - 1)
-        return index[:, 0]
-
     def _with_logprobs(
-        self, output: StepOutput, logits: torch.Tensor, states: list[_State]
+        self, tokens: np.ndarray, logits: torch.Tensor, states: list[_State]
     ) -> StepOutput:
         """Adds log probabilities of the unmodified logits for the rows that ask."""
-        asked = {
-            i: s.params.logprobs for i, s in enumerate(states) if s.params.logprobs is not None
-        }
-        if not asked:
-            return output
-        group, width = list(asked), min(max(asked.values()), logits.shape[-1])
+        asked = np.array([num_logprobs(s.params) for s in states])
+        group = (asked >= 0).nonzero()[0]
+        if not group.size:
+            return StepOutput(tokens)
         logprobs = torch.log_softmax(logits[group].float(), dim=-1)
-        chosen = torch.from_numpy(output.token_ids[group]).long().to(logits.device)
-        output.logprobs = np.full(len(states), np.nan, dtype=np.float32)
-        output.logprobs[group] = logprobs.gather(1, chosen[:, None])[:, 0].cpu().numpy()
-        if width == 0:
-            return output
-        values, ids = logprobs.topk(width, dim=-1)
-        keep = np.arange(width)[None, :] < np.array(list(asked.values()))[:, None]
-        output.top_ids = np.full((len(states), width), -1, dtype=np.int32)
-        output.top_logprobs = np.full((len(states), width), -np.inf, dtype=np.float32)
-        output.top_ids[group] = np.where(keep, ids.cpu().numpy(), -1)
-        output.top_logprobs[group] = np.where(keep, values.cpu().numpy(), -np.inf)
-        return output
+        chosen = logprobs.gather(1, torch.from_numpy(tokens[group]).long()[:, None])[:, 0]
+        top = logprobs.topk(min(int(asked.max()), logits.shape[-1]), dim=-1)
+        return output_with_logprobs(
+            tokens, asked, chosen.numpy(), top.values.numpy(), top.indices.numpy()
+        )
 
 
-def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """int64 [S]: place of the first maximum of each row of logits [S, vocab].
+def num_logprobs(params: SamplingParams) -> int:
+    """Alternatives that a request wants log probabilities of; -1: not even of the tokens."""
+    return -1 if params.logprobs is None else params.logprobs
 
-    In two stages on a GPU, where one block per row would read a row alone.
+
+def output_with_logprobs(
+    tokens: np.ndarray,
+    asked: np.ndarray,
+    chosen: np.ndarray,
+    top_values: np.ndarray,
+    top_ids: np.ndarray,
+) -> StepOutput:
+    """tokens and asked (`num_logprobs`) of S rows; the rest of the G rows that ask, in order.
+
+    chosen float32 [G], of the tokens; top_values float32 and top_ids int64 [G, max(asked)].
     """
-    rows, vocab = logits.shape
-    pieces = math.gcd(vocab, _ARGMAX_PIECES) if logits.is_cuda else 1
-    return argmax_in_pieces(logits.reshape(rows, pieces, vocab // pieces))
+    group, width = asked >= 0, top_values.shape[1]
+    output = StepOutput(tokens, logprobs=np.full(len(tokens), np.nan, dtype=np.float32))
+    assert output.logprobs is not None
+    output.logprobs[group] = chosen
+    if width:
+        keep = np.arange(width)[None, :] < asked[group, None]
+        output.top_ids = np.full((len(tokens), width), -1, dtype=np.int32)
+        output.top_logprobs = np.full((len(tokens), width), -np.inf, dtype=np.float32)
+        output.top_ids[group] = np.where(keep, top_ids, -1)
+        output.top_logprobs[group] = np.where(keep, top_values, -np.inf)
+    return output
 
 
-def argmax_in_pieces(logits: torch.Tensor) -> torch.Tensor:
-    """int64 [S]: the first maximum of each row of logits [S, pieces, vocab / pieces]."""
-    values, index = logits.max(dim=-1)
-    piece = values.argmax(dim=-1, keepdim=True)
-    return (piece * logits.shape[-1] + index.gather(1, piece))[:, 0]
+def check_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Raises InvalidArgument for ids outside the vocabulary or an empty bad word."""
+    named = [("stop_token_ids", params.stop_token_ids)]
+    named += [("bad_words_ids", word) for word in params.bad_words_ids]
+    for name, ids in named:
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                raise InvalidArgument(name, token, f"token ids in [0, {vocab_size})")
+    if any(not word for word in params.bad_words_ids):
+        raise InvalidArgument("bad_words_ids", (), "non-empty token sequences")
+
+
+def ids_before_min_tokens(params: SamplingParams, eos_token_ids: Iterable[int]) -> list[int]:
+    """What may not be sampled before min_tokens; nothing where there is no such time."""
+    return sorted({*eos_token_ids, *params.stop_token_ids}) if params.min_tokens > 0 else []
+
+
+def _numbers(states: Iterable[_State]) -> np.ndarray:
+    """Entries of NUMBERS."""
+    return np.array([s.numbers for s in states], NUMBERS)
 
 
 def _bad_tokens(state: _State) -> list[int]:
@@ -344,35 +279,3 @@ def _bad_tokens(state: _State) -> list[int]:
         if not start or state.tail[-len(start) :] == start:
             found.append(word[-1])
     return found
-
-
-def _filter(weights: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """weights [G, vocab], best token 1 -> zero where min_p, top_k or top_p drops the token."""
-    vocab = weights.shape[-1]
-    device = weights.device
-    threshold = torch.tensor([[p.min_p] for p in params], device=device, dtype=weights.dtype)
-    ks = [min(p.top_k, vocab) or vocab for p in params]
-    limited = [i for i, k in enumerate(ks) if k < vocab]
-    if limited:
-        best = weights[limited].topk(max(ks[i] for i in limited), dim=-1).values
-        index = torch.tensor([[ks[i] - 1] for i in limited], device=device)
-        threshold[limited] = torch.maximum(threshold[limited], best.gather(1, index))
-    weights = torch.where(weights >= threshold, weights, 0.0)
-    nuclear = [i for i, p in enumerate(params) if p.top_p < 1.0]
-    if nuclear:
-        top_p = torch.tensor([[params[i].top_p] for i in nuclear], device=device).double()
-        part = weights[nuclear]
-        wanted = top_p * part.cumsum(dim=-1, dtype=torch.float64)[:, -1:]
-        # on a GPU, asking whether the first try held would wait for the step: sort all at once
-        tries = vocab if device.type == "cuda" else min(vocab, _TOP_P_FIRST_TRY)
-        best = part.topk(tries, dim=-1).values
-        mass = best.cumsum(dim=-1, dtype=torch.float64)
-        last = torch.searchsorted(mass, wanted)  # first entry with enough mass
-        lowest = best.gather(1, last.clamp(max=best.shape[-1] - 1))
-        flat = (last[:, 0] == tries).nonzero()[:, 0].tolist() if tries < vocab else []
-        for i in flat:
-            ordered = part[i].sort(descending=True).values
-            enough = torch.searchsorted(ordered.cumsum(dim=0, dtype=torch.float64), wanted[i])
-            lowest[i] = ordered[enough.clamp(max=vocab - 1)]
-        weights[nuclear] = torch.where(part >= lowest, part, 0.0)
-    return weights

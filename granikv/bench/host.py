@@ -154,7 +154,7 @@ def steady_engine(
 def _fill(engine: Engine) -> None:
     """Leave contexts of CACHED_LEN tokens of ended requests in the whole arena."""
     vocab = MODEL.vocab_size
-    for i in range(engine.config.capacity_tokens // CACHED_LEN):
+    for i in range(engine.config.arena_tokens // CACHED_LEN):
         prompt = np.random.default_rng([4, i]).integers(0, vocab, CACHED_LEN)
         engine.add_request(f"cached/{i}", prompt, SamplingParams(max_tokens=1))
         if i % engine.config.max_requests == 0:

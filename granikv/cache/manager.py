@@ -38,7 +38,7 @@ class CacheManager:
     def __init__(self, config: EngineConfig):
         self.config = config
         self.page_tokens = config.page_tokens
-        self.storage = NodeStorage(config.capacity_tokens, config.page_tokens)
+        self.storage = NodeStorage(config.arena_tokens, config.page_tokens)
         self.arena, self.tree = self.storage.arena, self.storage.tree
         self.compactor = Compactor(self.storage, config.max_move_tokens, self._spans_in_use)
         self.policy = HotPolicy(config, self.storage, self.compactor)

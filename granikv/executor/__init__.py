@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from granikv.attention.variants import FIRST_WITH_FP8
-from granikv.config import DEVICES, EngineConfig
+from granikv.config import CPU_CAPACITY_TOKENS, DEVICES, EngineConfig
 from granikv.errors import InvalidArgument, Unavailable
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ DTYPES = {"cuda": ("bfloat16", "float16", "float32"), "cpu": ("float32",)}  # th
 
 def resolve_device(config: EngineConfig) -> EngineConfig:
     """`config` with device and dtype decided: "auto" is the GPU where there is one, in bfloat16.
+
+    On a CPU the arena's capacity is decided, too; on a GPU its executor does that.
 
     Raises Unavailable for device "cuda" without a GPU, InvalidArgument for an unknown name, a
     dtype, a kv_cache_dtype or a quantization that the device does not serve.
@@ -47,7 +49,10 @@ def resolve_device(config: EngineConfig) -> EngineConfig:
         if dtype != "bfloat16":
             expected = f"'bfloat16' or 'auto', with quantization={config.quantization!r}"
             raise InvalidArgument("dtype", dtype, expected)
-    return dataclasses.replace(config, device=device, dtype=dtype)
+    capacity = config.capacity_tokens
+    if device == "cpu" and capacity is None:
+        capacity = CPU_CAPACITY_TOKENS
+    return dataclasses.replace(config, device=device, dtype=dtype, capacity_tokens=capacity)
 
 
 def _check_fp8(field: str, value: str, needs: str, device: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,10 +22,13 @@ from granikv.attention.plan_buffers import PlanBuffers, attention_shape, step_ca
 from granikv.attention.splits import PlanCutter
 from granikv.config import EngineConfig, ModelConfig
 from granikv.core import Count, StepOutput, StepPlan
-from granikv.errors import InvalidArgument, Unavailable
+from granikv.device_sampling import Sampled
+from granikv.errors import InvalidArgument
 from granikv.executor.device_rows import DeviceRows
+from granikv.executor.memory_plan import fixed_bytes, plan_memory
 from granikv.executor.step_setup import apply_moves, take_rows
 from granikv.sampling import Sampler
+from granikv.transfers import to_device
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +40,8 @@ WARMUP_RUNS = 1  # eager runs of a key before it is captured: kernels compile, p
 class Handle:
     done: Any  # torch.cuda.Event
     started: Any
-    host_ids: torch.Tensor  # int64 [rows], pinned
     num_samples: int
-    output: StepOutput | None = None  # when the step was sampled with the host's sampler
+    sampled: Sampled | None = None  # None: the step has no sample rows
     error: Exception | None = None
     logits: torch.Tensor | None = None
 
@@ -64,8 +66,9 @@ class DeviceExecutor(ABC):
     """What executors on one device share; a subclass gives `_forward`.
 
     model_config: the shape of what runs here; buffers: the plan on the device, `prepare`d once per
-    step; limits of the request table and of a step are engine_config's. Raises Unavailable when
-    the arenas do not fit in what is free, InvalidArgument for an unknown dtype.
+    step; limits of the request table and of a step are engine_config's. On a GPU the arenas get
+    what memory_plan.py finds. Raises Unavailable when that is too little, InvalidArgument for an
+    unknown dtype.
     """
 
     buffers: PlanBuffers  # set by the subclass, once the arenas exist
@@ -81,16 +84,23 @@ class DeviceExecutor(ABC):
     ):
         if engine_config.dtype not in DTYPES:
             raise InvalidArgument("dtype", engine_config.dtype, f"one of {sorted(DTYPES)}")
-        self.config, self.sampler = engine_config, sampler
-        self.device = torch.device(device)
+        self.config, self.device = engine_config, torch.device(device)
+        self.sampler = sampler.on(self.device)
         self.on_gpu = self.device.type == "cuda"
         self.use_graphs = use_graphs and self.on_gpu
         self.keep_logits = False
         dtype = DTYPES[engine_config.dtype]
         max_seq_len = engine_config.max_seq_len or model_config.max_position
-        rows, capacity = engine_config.max_requests, engine_config.capacity_tokens
-        token_bytes = model_config.kv_bytes_per_token(engine_config.kv_element_bytes)
-        self._require_memory(capacity * token_bytes, capacity)
+        rows = engine_config.max_requests
+        self.capacities = step_capacities(
+            rows,
+            engine_config.max_num_batched_tokens,
+            attention_shape(model_config, dtype, engine_config.fp8_kv),
+        )
+        if self.on_gpu:
+            capacity = self._plan_memory(model_config, dtype.itemsize)
+            self.config = engine_config = replace(engine_config, capacity_tokens=capacity)
+        capacity = engine_config.arena_tokens
         shape = (
             model_config.num_layers, capacity, model_config.num_kv_heads, model_config.head_dim
         )  # fmt: skip
@@ -103,11 +113,6 @@ class DeviceExecutor(ABC):
         )
         self.last_sampled = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
         self.prompt_lens = np.zeros(rows, np.int64)
-        self.capacities = step_capacities(
-            rows,
-            engine_config.max_num_batched_tokens,
-            attention_shape(model_config, dtype, engine_config.fp8_kv),
-        )
         self.device_name = torch.cuda.get_device_name(self.device) if self.on_gpu else "cpu"
         self._rows = DeviceRows(
             max(engine_config.max_num_batched_tokens, rows),
@@ -135,19 +140,22 @@ class DeviceExecutor(ABC):
         rows: of DeviceRows; sample_rows int64 [S], None: all rows. Returns logits fp32 [S, vocab].
         """
 
-    def _require_memory(self, arena_bytes: int, capacity_tokens: int) -> None:
-        if not self.on_gpu:
-            return
+    def _plan_memory(self, model_config: ModelConfig, element_bytes: int) -> int:
+        """Tokens of the arenas; the plan goes to the log."""
         torch.cuda.empty_cache()  # what loading used in passing counts as free
-        free_bytes, _ = torch.cuda.mem_get_info(self.device)
-        usable_bytes = int(0.95 * free_bytes) - 2**30  # workspace, activations, graphs
-        if arena_bytes > usable_bytes:
-            fits = max(0, capacity_tokens * usable_bytes // arena_bytes)
-            raise Unavailable(
-                f"KV arena: expected at most {usable_bytes / 2**30:.1f} GiB of free GPU memory, "
-                f"got {arena_bytes / 2**30:.1f} GiB for capacity_tokens={capacity_tokens}; "
-                f"set capacity_tokens to {fits} or less"
-            )
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+        config = self.config
+        fixed = fixed_bytes(
+            config, model_config, self.capacities, element_bytes, model_config.vocab_size
+        )
+        token_bytes = model_config.kv_bytes_per_token(config.kv_element_bytes)
+        plan = plan_memory(config, total_bytes, free_bytes, fixed, token_bytes)
+        log.info("memory of %s:\n%s", self.device, plan.table())
+        return self._agree(plan.capacity_tokens)
+
+    def _agree(self, capacity_tokens: int) -> int:
+        """The capacity that all ranks have room for."""
+        return capacity_tokens
 
     # -- the executor's interface --------------------------------------------------------------
 
@@ -155,7 +163,7 @@ class DeviceExecutor(ABC):
     def launch(self, plan: StepPlan) -> Handle:
         """Queue the step; an error of this step is raised by `wait`, never here."""
         num_samples = int(plan.counts[Count.NUM_SAMPLE_ROWS])
-        handle = Handle(None, None, torch.empty(0), num_samples)
+        handle = Handle(None, None, num_samples)
         try:
             if not self.on_gpu:
                 self._step(plan, handle)
@@ -178,10 +186,10 @@ class DeviceExecutor(ABC):
         if handle.done is not None:
             handle.done.synchronize()
             elapsed_s = handle.started.elapsed_time(handle.done) / 1e3
-        output = handle.output
-        if output is None:
-            ids = handle.host_ids[: handle.num_samples].numpy().astype(np.int32)
-            output = StepOutput(token_ids=ids)
+        if handle.sampled is None:
+            output = StepOutput(np.empty(0, np.int32))
+        else:
+            output = handle.sampled.output()
         output.elapsed_s = elapsed_s
         if handle.logits is not None:
             output.logits = handle.logits[: handle.num_samples].cpu().numpy()
@@ -216,9 +224,9 @@ class DeviceExecutor(ABC):
 
     def _write_slots(self, plan: StepPlan) -> None:
         writes = plan.slot_writes[: plan.counts[Count.NUM_SLOT_WRITES]].astype(np.int64)
-        index = torch.from_numpy(writes[:, 0] * self.request_slots.shape[1] + writes[:, 1])
-        slots = torch.from_numpy(writes[:, 2].astype(np.int32))
-        self.request_slots.view(-1).index_copy_(0, index.to(self.device), slots.to(self.device))
+        index = writes[:, 0] * self.request_slots.shape[1] + writes[:, 1]
+        sent = to_device({"index": index, "slot": writes[:, 2]}, self.device)
+        self.request_slots.view(-1).index_copy_(0, sent["index"], sent["slot"].int())
 
     def _decode(self, plan: StepPlan, rows: dict[str, torch.Tensor], bucket: int) -> torch.Tensor:
         """Logits [bucket, vocab] of a step in which every row decodes."""
@@ -263,22 +271,16 @@ class DeviceExecutor(ABC):
         logits: torch.Tensor,
         rows: dict[str, torch.Tensor],
     ) -> None:
-        """Ids stay on the device, unless a row needs the host: penalties, bad words, logprobs."""
+        """The ids on the device, for the next step; and all results on their way to the host."""
         count = handle.num_samples
         logits = logits[:count]
         request_rows = plan.row_request[plan.sample_rows[:count]]
         if self.keep_logits:
             handle.logits = logits.clone()
         made = plan.row_position[plan.sample_rows[:count]] + 1 - self.prompt_lens[request_rows]
-        if self.sampler.stays_on_device(request_rows):
-            ids = self.sampler.sample_ids(logits, request_rows.tolist(), made.tolist())
-            handle.host_ids = torch.empty(count, dtype=torch.int64, pin_memory=self.on_gpu)
-            handle.host_ids.copy_(ids, non_blocking=True)
-        else:
-            handle.output = self.sampler.sample(logits, request_rows.tolist(), made.tolist())
-            ids = torch.from_numpy(handle.output.token_ids).long().to(self.device)
-        sampled = rows["request"].index_select(0, rows["sample_row"][:count])
-        self.last_sampled.index_copy_(0, sampled, ids)
+        handle.sampled = self.sampler.launch(logits, request_rows, made)
+        requests = rows["request"].index_select(0, rows["sample_row"][:count])
+        self.last_sampled.index_copy_(0, requests, handle.sampled.ids)
 
 
 def row_bucket(num_rows: int) -> int:

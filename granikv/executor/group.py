@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         """What any executor has."""
 
         last_sampled: torch.Tensor
+        device: torch.device
 
         def _sample(self, plan: StepPlan, *arguments: Any) -> Any: ...
 
@@ -80,6 +81,12 @@ class RankSteps(Base):
         parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
         dist.gather(shard, parts)
         return torch.cat(parts, dim=1)[:, : self.vocab_size]
+
+    def _agree(self, capacity_tokens: int) -> int:
+        """The smallest of all ranks' capacities: one plan has to serve them all."""
+        capacity = torch.tensor([capacity_tokens], device=self.device)
+        dist.all_reduce(capacity, dist.ReduceOp.MIN)
+        return int(capacity)
 
     def _sample(self, plan: StepPlan, *arguments: Any) -> Any:
         try:

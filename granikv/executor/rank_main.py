@@ -37,6 +37,9 @@ SWITCH_S = 2e-4  # the waiting thread gets Python's lock soon after its step end
 class NoSampler:
     """Of a rank that never samples."""
 
+    def on(self, device: torch.device) -> NoSampler:
+        return self
+
     def set_request(self, *arguments: Any) -> None:
         """Rank 0 keeps it."""
 

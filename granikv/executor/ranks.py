@@ -72,12 +72,13 @@ class Facts:
     model: ModelConfig  # of one rank
     device_name: str
     cutter: PlanCutter | None  # None: a CPU, where nothing is cut
+    capacity_tokens: int  # of every rank's arenas
 
     @classmethod
     def of(cls, executor: Any) -> Facts:
         cutter = getattr(executor, "plan_cutter", None)
         name = getattr(executor, "device_name", "cpu")
-        return cls(executor.decoder.config, name, cutter)
+        return cls(executor.decoder.config, name, cutter, executor.config.arena_tokens)
 
 
 @dataclass(eq=False)
@@ -110,6 +111,8 @@ class RanksExecutor:
         facts: Facts = next(r.content for r in reports if r.kind == "ready" and r.rank == 0)
         self.decoder = Network(facts.model)
         self.device_name, self.plan_cutter = facts.device_name, facts.cutter
+        fields = settings.engine_config | {"capacity_tokens": facts.capacity_tokens}
+        self.config = EngineConfig(**fields)
 
     def _gather(self, reports: list[Report], kind: str, limit_s: float) -> list[Report]:
         """reports and those that come until every rank has sent one of this kind."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from granikv.core import StepPlan
+from granikv.transfers import to_device
 
 
 def take_rows(plan: StepPlan, prompt_lens: Any, sampler: Any) -> None:
@@ -32,12 +33,10 @@ def apply_moves(plan: StepPlan, arenas: Sequence[torch.Tensor]) -> None:
     if not plan.moves:
         return
     targets = [np.arange(move.dst_start, move.dst_start + move.length) for move in plan.moves]
-    device = arenas[0].device
     sources = np.concatenate([move.src_slots for move in plan.moves]).astype(np.int64)
-    source = torch.from_numpy(sources).to(device)
-    target = torch.from_numpy(np.concatenate(targets)).to(device)
+    sent = to_device({"source": sources, "target": np.concatenate(targets)}, arenas[0].device)
     for arena in arenas:
         if arena.dtype.itemsize == 1:  # bytes: torch does not index FP8
             arena = arena.view(torch.uint8)
         for layer in arena:
-            layer.index_copy_(0, target, layer.index_select(0, source))
+            layer.index_copy_(0, sent["target"], layer.index_select(0, sent["source"]))

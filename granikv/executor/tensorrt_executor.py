@@ -119,7 +119,7 @@ def engine_sizes(config: EngineConfig, manifest: Manifest) -> EngineConfig:
         ("max_seq_len", limits.max_seq_len),
         ("capacity_tokens", limits.capacity_tokens),
     ):
-        if getattr(config, name) > limit:
+        if (getattr(config, name) or 0) > limit:
             raise InvalidArgument(
                 name, getattr(config, name), f"at most {limit}, what the engine is built for"
             )
@@ -130,5 +130,6 @@ def engine_sizes(config: EngineConfig, manifest: Manifest) -> EngineConfig:
         max_requests=limits.max_requests,
         max_num_batched_tokens=limits.max_tokens,
         max_seq_len=limits.max_seq_len,
+        capacity_tokens=config.capacity_tokens or limits.capacity_tokens,
         dtype=manifest.dtype,
     )

@@ -77,7 +77,7 @@ class TorchExecutor:
         self.config, self.decoder, self.sampler = engine_config, decoder, sampler
         self.keep_logits = False
         max_seq_len = engine_config.max_seq_len or model.max_position
-        capacity = engine_config.capacity_tokens
+        capacity = engine_config.arena_tokens
         check_memory(engine_config, model)
         shape = (model.num_layers, capacity, model.num_kv_heads, model.head_dim)
         # empty, not zeros: the system gives pages when slots are first written
@@ -156,11 +156,12 @@ class TorchExecutor:
 def check_memory(config: EngineConfig, model: ModelConfig) -> None:
     """KV arena and table of slots, each alone. Raises InvalidArgument naming the field."""
     total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name, item_bytes in (
-        ("capacity_tokens", model.kv_bytes_per_token()),
-        ("max_requests", (config.max_seq_len or model.max_position) * SLOT_BYTES),
+    slots_bytes = (config.max_seq_len or model.max_position) * SLOT_BYTES
+    for name, wanted, item_bytes in (
+        ("capacity_tokens", config.arena_tokens, model.kv_bytes_per_token()),
+        ("max_requests", config.max_requests, slots_bytes),
     ):
         highest = int(MEMORY_SHARE * total_bytes) // item_bytes
-        if getattr(config, name) > highest:
+        if wanted > highest:
             expected = f"at most {highest}: {MEMORY_SHARE:.0%} of {total_bytes / 2**30:.1f} GiB"
-            raise InvalidArgument(name, getattr(config, name), expected)
+            raise InvalidArgument(name, wanted, expected)

@@ -73,7 +73,7 @@ def run(engine, requests, max_tokens=6, cancel=None, gap=0):
         for out in engine.step():
             made[out.request_id] += out.token_ids
             if out.finished:
-                assert out.error is None
+                assert out.error is None, out.error
                 reasons[out.request_id] = out.finish_reason
         step += 1
     check_clean(engine)

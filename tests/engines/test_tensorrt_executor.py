@@ -93,23 +93,47 @@ def test_tokens_are_the_torch_executors(built, arch, async_depth):
     assert not executor.runtime.bound
 
 
-def test_random_sampling_and_logprobs_are_the_torch_executors(built):
-    results = []
-    for make in (torch_engine, lambda b, a: make_engine(make_executor(b, a))):
-        engine = make(built, ARCHS[0])
-        for i in range(3):
-            params = SamplingParams(
-                max_tokens=5, temperature=0.9, seed=i, logprobs=2, repetition_penalty=1.2,
-                ignore_eos=True,
-            )  # fmt: skip
+SAMPLED = [
+    {"temperature": 0.9, "logprobs": 2, "repetition_penalty": 1.2},
+    {"temperature": 0.0, "frequency_penalty": 2.0, "logprobs": 0},
+    {"temperature": 0.7, "top_p": 0.8, "presence_penalty": 1.5},
+    {"temperature": 0.0, "bad_words_ids": tuple((i,) for i in range(20, 90))},
+    {"temperature": 1.0, "top_k": 5, "min_tokens": 4, "stop_token_ids": tuple(range(50))},
+    {"temperature": 0.0},
+]
+
+
+def test_sampling_is_the_torch_executors_at_any_depth_and_through_preemptions(built):
+    """Penalties, masks and log probabilities of the sampler on the device, one step ahead or not.
+
+    In a small arena requests are preempted, and come back on other rows.
+    """
+    results, preemptions = [], []
+    for depth, capacity in ((0, 1024), (1, 1024), (1, 130)):
+        settings = config(async_depth=depth, capacity_tokens=capacity)
+        if depth:
+            engine = make_engine(make_executor(built, settings=settings), settings)
+        else:
+            engine = torch_engine(built, ARCHS[0])
+        made, logprobs = {}, []
+        for i, kind in enumerate(SAMPLED):
+            params = SamplingParams(max_tokens=7, seed=i, ignore_eos=True, **kind)
             engine.add_request(f"r{i}", tokens(40 + i, 20), params)
-        made = {}
         while engine.has_work():
             for out in engine.step():
                 made.setdefault(out.request_id, []).extend(out.token_ids)
-        results.append(made)
+                logprobs += [(out.request_id, x) for x in out.logprobs]
+        results.append((made, sorted(logprobs)))
+        preemptions.append(engine.scheduler.num_preemptions)
         engine.close()
-    assert results[0] == results[1] and all(len(x) == 5 for x in results[0].values())
+    want, want_logprobs = results[0]
+    assert len(want_logprobs) == 14 and len(set(want["r1"])) == len(want["r1"]) == 7
+    assert not set(range(20, 90)) & set(want["r3"]) and len(want["r4"]) >= 4
+    assert preemptions[:2] == [0, 0] and preemptions[2] > 0
+    for made, logprobs in results:
+        assert made == want
+        for (got_id, got), (want_id, value) in zip(logprobs, want_logprobs, strict=True):
+            assert got_id == want_id and got == pytest.approx(value, abs=1e-4)
 
 
 def test_decode_rows_are_padded_to_buckets(built):

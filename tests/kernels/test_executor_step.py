@@ -23,7 +23,6 @@ from granikv.engine import Engine
 from granikv.executor.cuda_executor import CudaExecutor, row_bucket
 from granikv.models import load_model
 from granikv.sampling import Sampler
-from granikv.sampling_params import SamplingParams
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -70,31 +69,6 @@ def test_engine_equals_transformers(models):
         counts = engine.executor.graph_counts
         assert counts.replays > counts.eager_decodes
     engine.close()
-
-
-@pytest.mark.timeout(280)
-def test_random_sampling_is_the_host_samplers(models):
-    """Ids drawn without the host are those of `sample`, so a seed means the same on any device."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(5, 97, generator=generator) * 3
-    samplers = [Sampler(8, 97), Sampler(8, 97)]
-    for row, params in enumerate(
-        [
-            SamplingParams(temperature=0.0),
-            SamplingParams(temperature=0.7, seed=1),
-            SamplingParams(temperature=1.0, top_k=5, seed=2),
-            SamplingParams(temperature=1.0, top_p=0.6, seed=3),
-            SamplingParams(temperature=1.3, min_p=0.2, top_p=0.9, seed=4),
-        ]
-    ):
-        for sampler in samplers:
-            sampler.set_request(row, params, [1, 2], (), "x")
-    rows = list(range(5))
-    assert samplers[0].stays_on_device(rows)
-    for position in range(20):
-        want = samplers[0].sample(logits, rows, [position] * 5).token_ids.tolist()
-        got = samplers[1].sample_ids(logits.to(DEVICE), rows, [position] * 5).tolist()
-        assert got == want
 
 
 def test_row_buckets_hold_their_rows():

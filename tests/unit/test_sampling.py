@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from granikv.errors import InvalidArgument
-from granikv.sampling import Sampler, argmax_in_pieces, philox4x32, seed_of_text, uniform
+from granikv.philox import philox4x32, seed_of_text, uniform
+from granikv.sampling import Sampler
+from granikv.sampling_ops import argmax_in_pieces
 from granikv.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -22,13 +24,8 @@ def draws(params, logits, num_draws, prompt=(), output=()):
     sampler = Sampler(1, logits.shape[-1])
     sampler.set_request(0, params, list(prompt), list(output))
     state = sampler._states[0]
-    positions = list(range(num_draws))
-    return sampler._draw(
-        state_logits(sampler, state, logits).expand(num_draws, -1),
-        [state] * num_draws,
-        positions,
-        state.is_filtered,
-    )
+    x = state_logits(sampler, state, logits).expand(num_draws, -1)
+    return sampler._ids(x, [state] * num_draws, range(num_draws))
 
 
 def state_logits(sampler, state, logits):
