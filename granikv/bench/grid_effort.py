@@ -10,9 +10,9 @@ from granikv.bench.grid_points import MAX_POINT_BYTES, GridPoint
 BANDWIDTH_BYTES_PER_S = 4.25e12  # read and copy rate that one H200 reached; the floor's
 MAX_LAYERS = 8  # of the steady graph
 L2_BYTES = 512 * 2**20  # several times the L2: KV of so many bytes leaves it between replays
-GRAPH_US = 4e3  # of one graph, from which its own launch does not count
-READING_US, MOST = 100e3, 40  # of all replays of a reading, and their number
-QUICK_US, QUICK_MOST = 15e3, 8  # of a first look at one of many candidates
+# us of one graph, from which its own launch does not count; of all its replays; their number
+FULL = (4e3, 100e3, 40)
+QUICK = (1e3, 15e3, 8)  # a first look at one of many candidates: off by up to 1%
 FEWEST = 3
 # estimated, not measured: 8 layers of three launches four times, the graph, the answer's check
 HOST_S = 0.02
@@ -46,8 +46,8 @@ def expected_us(point: GridPoint, tokens_read: int) -> float:
 def effort(point: GridPoint, tokens_read: int, quick: bool = False) -> Effort:
     """Few layers and replays of long steps, many of short ones."""
     us = expected_us(point, tokens_read)
-    num_layers = min(num_layers_of(point), max(1, int(np.ceil(GRAPH_US / us))))
-    total_us, most = (QUICK_US, QUICK_MOST) if quick else (READING_US, MOST)
+    graph_us, total_us, most = QUICK if quick else FULL
+    num_layers = min(num_layers_of(point), max(1, int(np.ceil(graph_us / us))))
     repeats = min(most, max(FEWEST, int(total_us / (num_layers * us))))
     return Effort(num_layers, repeats, num_layers * point.kv_bytes < L2_BYTES)
 
