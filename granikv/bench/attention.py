@@ -19,7 +19,15 @@ from granikv.attention.gpu import GpuAttention
 from granikv.attention.splits import SplitPlan
 from granikv.attention.variants import AttentionShape
 from granikv.bench.attention_baselines import baselines
-from granikv.bench.attention_step import AttentionCase, BenchStep, standard_cases
+from granikv.bench.attention_step import (
+    MAX_COLD_ITEMS,
+    MAX_HOT_ITEMS,
+    MAX_PARTIALS,
+    MAX_ROWS,
+    AttentionCase,
+    BenchStep,
+    standard_cases,
+)
 from granikv.bench.gpu_timing import Effort, baseline_ms, do_bench_ms, gpu_probe, steady_ms
 from granikv.bench.harness import Case, result_record, write_json
 from granikv.config import KV_CACHE_DTYPES, EngineConfig, ModelConfig
@@ -29,7 +37,6 @@ from granikv.outputs import check_output_file
 
 BANDWIDTH_BYTES_PER_S = 4.25e12  # read and copy rate that one H200 reached
 NUM_LAYERS = 8  # of the steady graph: each case's KV leaves the L2 between replays
-MAX_ROWS, MAX_PARTIALS = 512, 16384
 
 
 class AttentionBench:
@@ -64,7 +71,7 @@ class AttentionBench:
         )  # fmt: skip
         request_slots = torch.zeros(MAX_ROWS, self.max_seq_len, dtype=torch.int32, device="cuda")
         capacities = PlanCapacities(
-            MAX_ROWS, MAX_ROWS, 8192, 4 * MAX_ROWS, 16384, MAX_PARTIALS, 1, 1
+            MAX_ROWS, MAX_ROWS, MAX_HOT_ITEMS, 4 * MAX_ROWS, MAX_COLD_ITEMS, MAX_PARTIALS, 1, 1
         )
         self.attention = GpuAttention(
             self.config, self.k, self.v, request_slots, capacities, dtype=dtype

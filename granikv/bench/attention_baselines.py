@@ -45,10 +45,11 @@ def flashinfer_baselines(
     private = case.prefix_of_request % PAGE_SIZE + case.suffix_lens
     private_pages = -(-private // PAGE_SIZE)
     sizes = [size for _, size in case.groups]
+    device = "cuda" if storage is None else storage.device
     num_pages = sum(prefix_pages) + int(private_pages.sum())
     size = (num_layers, num_pages, 2, PAGE_SIZE, shape.num_kv_heads, shape.head_dim)
     if storage is None:
-        kv = torch.randn(size, device="cuda", dtype=dtype)
+        kv = torch.randn(size, device=device, dtype=dtype)
     elif math.prod(size) <= storage.numel():
         kv = storage[: math.prod(size)].view(size)
     else:
@@ -59,18 +60,18 @@ def flashinfer_baselines(
     suffixes = np.split(order[cuts[-1] :], np.cumsum(private_pages)[:-1])
     owner = np.repeat(np.arange(len(sizes)), sizes)
     full = [np.concatenate([prefixes[g], suffixes[i]]) for i, g in enumerate(owner)]
-    q = torch.randn(case.batch, shape.num_qo_heads, shape.head_dim, device="cuda", dtype=dtype)
+    q = torch.randn(case.batch, shape.num_qo_heads, shape.head_dim, device=device, dtype=dtype)
     heads = (shape.num_qo_heads, shape.num_kv_heads, shape.head_dim, PAGE_SIZE)
     types = {"q_data_type": dtype, "kv_data_type": dtype}
 
     def ints(values: object) -> torch.Tensor:
-        return torch.tensor(np.asarray(values, np.int32), device="cuda")
+        return torch.tensor(np.asarray(values, np.int32), device=device)
 
     def indptr(lengths: object) -> torch.Tensor:
         return ints(np.concatenate([[0], np.cumsum(np.asarray(lengths))]))
 
     def workspace() -> torch.Tensor:
-        return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+        return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
     flat = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), "NHD", use_tensor_cores=True)
     last = ints((private - 1) % PAGE_SIZE + 1)

@@ -23,6 +23,9 @@ from granikv.attention.splits import (
 from granikv.attention.variants import AttentionShape, Layout
 from granikv.core import Count, SpanKind, StepPlan
 
+MAX_ROWS, MAX_PARTIALS = 512, 16384  # of the benchmark's plan buffers
+MAX_HOT_ITEMS, MAX_COLD_ITEMS = 8192, 16384
+
 
 @dataclass(frozen=True)
 class AttentionCase:

@@ -8,6 +8,7 @@ a profile makes, the cost of an item (shared or flat) and the SM's matrix rate a
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,13 +19,13 @@ from rich.console import Console
 from granikv.attention.splits import H200_RATES
 from granikv.bench.attention_step import CaseSpans
 from granikv.bench.grid import digest, read_results
-from granikv.bench.grid_plan import ALL, NONE, choose, cost_model
+from granikv.bench.grid_plan import ALL, NONE, choose, model_config
 from granikv.bench.grid_points import GridPoint, load_points
 from granikv.bench.grid_regret import Regrets, best_candidate, finished
 from granikv.calibration import store_profile
 from granikv.cost_model import read_profile
 from granikv.errors import InvalidArgument
-from granikv.gpu_cost_model import PROFILES, file_stem, stored_profile_path
+from granikv.gpu_cost_model import PROFILES, GpuCostModel, file_stem, stored_profile_path
 from granikv.outputs import check_output_file, check_output_folder
 
 SEED = 20261130
@@ -55,7 +56,8 @@ class Line:
         self.result, self.point = result, point
         self.spans = CaseSpans(point.case, point.shape)
         self.num_sms = int(result["num_sms"])
-        self.groups = [(n, size) for n, size in point.groups if n]
+        self.config, self.suffix_tokens = model_config(point), float(point.case.suffix_lens.sum())
+        self.groups = Counter((n, size) for n, size in point.groups if n)
         tried = [c for c in result.get("candidates", ()) if "steady_us" in c]
         self.best_us = {
             shared: min((c["steady_us"] for c in tried if c["shared"] == shared), default=None)
@@ -72,20 +74,23 @@ class Line:
 
     def predict_us(self, profile: dict, shared: str) -> float:
         """A layer's attention; shared: ALL or NONE."""
-        cost, case = cost_model(profile, self.point), self.point.case
-        us = profile["step_us"] + cost.merge_us(case.batch)
-        us += cost.read_us(float(case.suffix_lens.sum()))
-        for n, size in self.groups:
+        cost = self.cost(profile)
+        us = profile.get("step_us", 0.0) + cost.merge_us(len(self.spans.owner))
+        us += cost.read_us(self.suffix_tokens)
+        for (n, size), count in self.groups.items():
             if shared == NONE:
-                us += cost.marginal_flat_us(size, n)
+                us += count * cost.marginal_flat_us(size, n)
             else:
                 hot = min(cost.hot_us(variant, size, n) for variant in ("cascade", "gemm"))
-                us += hot + cost.merge_us(size)
+                us += count * (hot + cost.merge_us(size))
         return us
+
+    def cost(self, profile: dict) -> GpuCostModel:
+        return GpuCostModel(profile, self.config, self.spans.shape.element_bytes)
 
     def regret(self, profile: dict) -> float | None:
         """Of the choice that this profile makes; None where that was not measured."""
-        choice = choose(self.spans, cost_model(profile, self.point), self.num_sms)
+        choice = choose(self.spans, self.cost(profile), self.num_sms)
         us, best = self.planned_us.get((choice.layout, choice.shared)), best_candidate(self.result)
         return None if us is None or best is None else us / best["steady_us"] - 1
 
@@ -115,7 +120,6 @@ def halves(lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
 
 def time_error(lines: Iterable[Line], profile: dict) -> float:
     """Mean of |log(predicted / measured)| over the fastest shared and the fastest flat steps."""
-    profile = {"step_us": 0.0} | profile
     errors = [
         abs(float(np.log(line.predict_us(profile, shared) / us)))
         for line in lines

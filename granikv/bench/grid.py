@@ -18,6 +18,7 @@ import numpy as np
 
 from granikv.attention.splits import SplitPlan
 from granikv.bench.attention_step import CaseSpans
+from granikv.bench.grid_effort import estimate_s, floor_us
 from granikv.bench.grid_plan import (
     Candidate,
     candidates,
@@ -26,12 +27,10 @@ from granikv.bench.grid_plan import (
     cost_model,
     pieces_of_longest,
 )
-from granikv.bench.grid_points import MAX_POINT_BYTES, GridPoint
+from granikv.bench.grid_points import GridPoint
 from granikv.errors import InvalidArgument, Unsupported
 
-BANDWIDTH_BYTES_PER_S = 4.25e12  # read and copy rate that one H200 reached; the floor's
 BASELINES, CANDIDATES = "baselines", "candidates"  # parts of a line that are asked for
-MAX_LAYERS = 8  # of the steady graph
 FINALISTS, FINAL_ROUNDS, NEAR_BEST = 4, 3, 1.05  # measured again, in turns with the choice
 HOPELESS = 4.0  # a flat candidate that reads so many times the floor is not measured
 
@@ -43,23 +42,13 @@ class PointTimer(Protocol):
 
     num_sms: int
 
-    def steady(self, split: SplitPlan, tokens_read: int) -> tuple[float, float]:
-        """(us of a layer, relative error to the reference). Raises PointError."""
+    def steady(
+        self, split: SplitPlan, tokens_read: int, quick: bool = False
+    ) -> tuple[float, float]:
+        """(us of a layer, relative error to the reference); quick: a first look. Raises PointError."""
 
     def baselines(self) -> Iterable[tuple[str, dict]]:
         """(name, metrics with steady_us) of our flat paging and what is installed."""
-
-
-def num_layers_of(point: GridPoint) -> int:
-    """Layers with KV of their own: as many as fit the memory of the largest point."""
-    return min(MAX_LAYERS, max(1, MAX_POINT_BYTES // point.kv_bytes))
-
-
-def floor_us(point: GridPoint, tokens: int | None = None) -> float:
-    """Time to read so many tokens' KV, None: the unique ones."""
-    per_token = point.shape.kv_bytes_per_token * point.shape.num_kv_heads
-    tokens = point.case.unique_tokens if tokens is None else tokens
-    return tokens * per_token / BANDWIDTH_BYTES_PER_S * 1e6
 
 
 def tokens_read(spans: CaseSpans, shared: np.ndarray | None = None) -> int:
@@ -131,7 +120,8 @@ def _measure_candidates(
             measured.append((lines[0], chosen.split, tokens))
         elif tokens <= HOPELESS * least or candidate.shared == chosen.shared:
             try:
-                line = candidate.fields | {"steady_us": timer.steady(candidate.split, tokens)[0]}
+                us, _ = timer.steady(candidate.split, tokens, quick=True)
+                line = candidate.fields | {"steady_us": us}
                 measured.append((line, candidate.split, tokens))
             except PointError as failure:
                 line = candidate.fields | {"failed": str(failure)}
@@ -185,7 +175,7 @@ def run_grid(
     say(f"{len(todo)} of {len(points)} points to measure")
     for done, (point, wanted) in enumerate(todo):
         begun = clock()
-        expected = estimate_s(point, wanted)
+        expected = estimate_s(point, BASELINES in wanted, CANDIDATES in wanted)
         if seconds is not None and begun - start + expected > seconds:
             say(f"stopped before point {point.index}: about {expected:.1f} s, out of time")
             return len(todo) - done
@@ -207,21 +197,6 @@ def describe(line: dict) -> str:
         f"{us:.1f} us ({100 * line['floor_us'] / us:.0f}% of floor, predicted "
         f"{choice['predicted_us']:.1f}), {line['seconds']:.1f} s"
     )
-
-
-def estimate_s(point: GridPoint, parts: set[str]) -> float:
-    """Seconds of a point on an H200 with kernels compiled: loading, captures, replays.
-
-    Not measured yet but added up: 25 ms of host per reading (launches, capture), 0.15 s of GPU time
-    at most (grid_gpu.effort), slot lists at 30 ns a token, the reference at 0.5 ms a row.
-    """
-    case, layers = point.case, num_layers_of(point)
-    flat = int((case.prefix_of_request.astype(np.int64) + case.suffix_lens).sum())
-    load = 0.2 + 30e-9 * (flat + layers * case.unique_tokens) + 5e-4 * case.batch
-    reading = 0.025 + min(0.15, 40 * 1e-6 * layers * (1.5 * floor_us(point) + 10))
-    longest = 0.025 + max(min(0.15, 3.2e-4 * floor_us(point, flat)), 12e-6 * floor_us(point, flat))
-    count = 1 + (90 if CANDIDATES in parts else 0)
-    return load + count * reading + (3 * longest + 0.5 if BASELINES in parts else 0.0)
 
 
 def append_result(path: Path, line: dict) -> None:

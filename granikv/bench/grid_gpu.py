@@ -13,26 +13,15 @@ from triton.runtime.errors import OutOfResources
 from granikv.attention.splits import SplitPlan
 from granikv.bench.attention import AttentionBench
 from granikv.bench.attention_baselines import flashinfer_baselines
-from granikv.bench.gpu_timing import Effort, baseline_steady_ms
-from granikv.bench.grid import floor_us, num_layers_of
-from granikv.bench.grid_plan import MAX_PARTIALS
+from granikv.bench.attention_step import MAX_PARTIALS, MAX_ROWS
+from granikv.bench.gpu_timing import baseline_steady_ms
+from granikv.bench.grid_effort import effort, flat_tokens, num_layers_of
 from granikv.bench.grid_points import GridPoint
 from granikv.errors import Unavailable, Unsupported
 
 DTYPE = torch.bfloat16
-L2_BYTES = 512 * 2**20  # several times the L2: KV of so many bytes leaves it between replays
 WORKSPACE_BYTES = 5 * 2**30  # partial states, slot lists, the reference, FlashInfer's own
-GRAPH_US, READING_US, FEWEST, MOST = 4e3, 100e3, 3, 40  # of one graph, of all its replays
 MANY_TOKENS, FEW_ROWS = 2**21, 64  # of a step from which so many rows are compared
-
-
-def effort(point: GridPoint, expected_us: float) -> Effort:
-    """Few layers and replays of long steps, many of short ones; expected_us: of one layer."""
-    most = num_layers_of(point)
-    num_layers = min(most, max(1, -int(-GRAPH_US // expected_us)))
-    repeats = int(READING_US / (num_layers * expected_us))
-    evict = num_layers * point.kv_bytes < L2_BYTES
-    return Effort(num_layers, min(MOST, max(FEWEST, repeats)), evict)
 
 
 def storage_elements(point: GridPoint) -> int:
@@ -75,13 +64,15 @@ class GpuPoint:
         )
         self.num_sms = self.bench.num_sms
         case = point.case
-        self.flat_tokens = int((case.prefix_of_request.astype("int64") + case.suffix_lens).sum())
-        self.step = self.bench.load(case, FEW_ROWS if self.flat_tokens > MANY_TOKENS else 512)
+        self.flat_tokens = flat_tokens(point)
+        self.step = self.bench.load(case, FEW_ROWS if self.flat_tokens > MANY_TOKENS else MAX_ROWS)
 
-    def steady(self, split: SplitPlan, tokens_read: int) -> tuple[float, float]:
+    def steady(
+        self, split: SplitPlan, tokens_read: int, quick: bool = False
+    ) -> tuple[float, float]:
         """As PointTimer has it."""
         try:
-            got = self.bench.measure(self.step, split, True, self._effort(tokens_read))
+            got = self.bench.measure(self.step, split, True, effort(self.point, tokens_read, quick))
         except OutOfResources as error:
             raise Unsupported(f"{split.layout.name}: {error}") from None
         return got["steady_ms"] * 1e3, got["relative_error"]
@@ -91,7 +82,10 @@ class GpuPoint:
         flat = self.step.flat_split(self.num_sms, MAX_PARTIALS)
         us, error = self.steady(flat, self.flat_tokens)
         yield "uniform-paging", {"steady_us": us, "relative_error": error}
-        yield from self._flashinfer()
+        try:
+            yield from self._flashinfer()
+        except (RuntimeError, ValueError) as error:  # heads or lengths that it does not serve
+            yield "flashinfer", {"failed": str(error)}
 
     def _flashinfer(self) -> Iterator[tuple[str, dict]]:
         point = self.point
@@ -100,8 +94,5 @@ class GpuPoint:
         for name, call, extra in others:
             cascade = name == "flashinfer-cascade"
             tokens = point.case.unique_tokens if cascade else self.flat_tokens
-            steady_ms, captured = baseline_steady_ms(call, self._effort(tokens))
+            steady_ms, captured = baseline_steady_ms(call, effort(point, tokens))
             yield name, {"steady_us": steady_ms * 1e3, "captured": captured, **extra}
-
-    def _effort(self, tokens_read: int) -> Effort:
-        return effort(self.point, 1.3 * floor_us(self.point, tokens_read) + 8)

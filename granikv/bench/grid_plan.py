@@ -13,14 +13,18 @@ import numpy as np
 
 from granikv.attention.splits import FILL_ONCE, Cuts, SplitPlan, choose_layout
 from granikv.attention.variants import Layout, layouts_of
-from granikv.bench.attention_step import CaseSpans
+from granikv.bench.attention_step import (
+    MAX_COLD_ITEMS,
+    MAX_HOT_ITEMS,
+    MAX_PARTIALS,
+    CaseSpans,
+)
 from granikv.bench.grid_points import GridPoint
 from granikv.config import ModelConfig
 from granikv.dispatcher import cheapest
 from granikv.errors import InvalidArgument
 from granikv.gpu_cost_model import GpuCostModel
 
-MAX_PARTIALS, MAX_HOT_ITEMS, MAX_COLD_ITEMS = 16384, 8192, 16384  # of the bench's buffers
 HOT_CUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of 1..32, thinned where neighbours differ little
 COLD_CUTS = (1, 2, 4, 8)
 ALL, NONE = "all", "none"  # of the groups with a prefix

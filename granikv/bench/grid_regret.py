@@ -54,7 +54,8 @@ def regret(line: dict) -> float | None:
 
 def loss_us(line: dict) -> float:
     """What the choice takes longer than the fastest baseline, above the allowance; else 0."""
-    times = [b["steady_us"] for b in line.get("baselines", {}).values()]
+    others = line.get("baselines", {}).values()
+    times = [b["steady_us"] for b in others if "steady_us" in b]
     if not times:
         return 0.0
     more = line["choice"]["steady_us"] - min(times)
