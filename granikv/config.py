@@ -143,7 +143,7 @@ class EngineConfig:
             raise InvalidArgument("gpu_memory_utilization", share, expected)
         lowest = self.page_tokens + 1
         if capacity is not None and not lowest <= capacity <= INT32_MAX:
-            expected = f"None, or {lowest} (one page and the padding slot) to {INT32_MAX}"
+            expected = f"None, or at least {lowest}, one page and the padding slot, to {INT32_MAX}"
             raise InvalidArgument("capacity_tokens", capacity, expected)
 
     def _check_executor(self) -> None:
