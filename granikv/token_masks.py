@@ -112,7 +112,7 @@ class TokenMasks:
         """What `of` returns; active and is_early: bool [S]."""
         width, parts = self.history.shape[1], []
         masked = active.nonzero()[0]
-        for place, i in enumerate(masked.tolist()):
+        for number, i in enumerate(masked.tolist()):
             row = int(rows[i])
             words = self._words[row]
             tokens = words.tokens
@@ -121,7 +121,8 @@ class TokenMasks:
             starts = np.full((len(tokens), width), ANY)
             num_words, tail_len = words.starts.shape
             starts[:num_words, width - tail_len :] = words.starts
-            parts.append((np.full(len(tokens), place), np.full(len(tokens), row), tokens, starts))
+            places, owners = (np.full(len(tokens), x) for x in (number, row))
+            parts.append((places, owners, tokens, starts))
         place, owner, token, start = (np.concatenate(part) for part in zip(*parts, strict=True))
         return {
             "masked": masked, "mask_row": rows[masked].astype(np.int64), "mask_place": place,

@@ -158,6 +158,9 @@ def test_a_longer_word_and_a_new_request_leave_other_rows_their_history():
     put(1, (2, 2), (4, 6, 1, 3), (6, 1, 2))
     assert tokens([2, 3]) == [2, 3] and tokens([2, 3]) == [2, 2]
     assert sampler._masks.history.tolist() == [[2, 2, 2], [1, 3, 2]]
+    preempted = SamplingParams(temperature=0.0, bad_words_ids=((6, 1, 5, 2),))
+    sampler.set_request(0, preempted, np.array([6, 1]), (5,))
+    assert tokens([2, 3])[0] == 3
 
 
 def test_counts_take_memory_only_for_rows_with_penalties():
