@@ -70,6 +70,7 @@ MAX_THREADS = 1024
 CPU_CAPACITY_TOKENS = 65536
 GPU_MEMORY_UTILIZATION = 0.9
 LIMITS = {  # lowest and highest
+    "capacity_tokens": (2, INT32_MAX),
     "max_requests": (1, 65536),
     "max_seq_len": (0, INT32_MAX),
     "max_num_batched_tokens": (1, 2**20),
@@ -118,7 +119,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, (lowest, highest) in LIMITS.items():
-            if not lowest <= getattr(self, name) <= highest:
+            value = getattr(self, name)
+            if not (value is None and name == "capacity_tokens") and not lowest <= value <= highest:
                 raise InvalidArgument(name, getattr(self, name), f"{lowest} to {highest}")
         if not 0 <= self.recency_window_s < math.inf:
             raise InvalidArgument("recency_window_s", self.recency_window_s, "0 or more seconds")
@@ -142,8 +144,8 @@ class EngineConfig:
             expected = f"{GPU_MEMORY_UTILIZATION}, or a GPU"
             raise InvalidArgument("gpu_memory_utilization", share, expected)
         lowest = self.page_tokens + 1
-        if capacity is not None and not lowest <= capacity <= INT32_MAX:
-            expected = f"None, or {lowest} (one page and the padding slot) to {INT32_MAX}"
+        if capacity is not None and capacity < lowest:
+            expected = f"None, or at least {lowest}: one page and the padding slot"
             raise InvalidArgument("capacity_tokens", capacity, expected)
 
     def _check_executor(self) -> None:

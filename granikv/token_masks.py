@@ -19,6 +19,7 @@ from granikv.transfers import to_device
 
 NO_TOKEN = -1  # before the first: no start has it
 ANY = -2
+KEPT_STEPS = 8  # slices of steps whose arrays are kept
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class TokenMasks:
         self._min_tokens = np.zeros(max_requests, np.int64)  # 0 without ids for the time before
         self.history = torch.empty(max_requests, 0, dtype=torch.int64, device=device)
         self._words: dict[int, _Words] = {}
+        self._steps: dict[tuple[bytes, bytes], dict[str, np.ndarray]] = {}
 
     def set_request(
         self,
@@ -53,6 +55,7 @@ class TokenMasks:
         self._has_words[row] = bool(words)
         self._min_tokens[row] = params.min_tokens if early else 0
         self._words.pop(row, None)
+        self._steps.clear()
         if not words and not early:
             return
         tail_len = max((len(word) - 1 for word in words), default=0)
@@ -90,19 +93,36 @@ class TokenMasks:
         masked, [n]: mask_place (among the G), mask_owner (request row), mask_token, mask_start
         [n, width].
         """
-        masked = self.active(rows, output_positions).nonzero()[0]
-        if not masked.size:
+        active, is_early = (
+            self.active(rows, output_positions),
+            output_positions < self._min_tokens[rows],
+        )
+        if not active.any():
             return {}
+        key = (rows.tobytes(), is_early.tobytes())
+        if key not in self._steps:  # a decode step's rows are mostly those of the step before
+            if len(self._steps) == KEPT_STEPS:
+                self._steps.clear()
+            self._steps[key] = self._arrays(rows, active, is_early)
+        return self._steps[key]
+
+    def _arrays(
+        self, rows: np.ndarray, active: np.ndarray, is_early: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """What `of` returns; active and is_early: bool [S]."""
         width, parts = self.history.shape[1], []
-        for place, i in enumerate(masked.tolist()):
+        masked = active.nonzero()[0]
+        for number, i in enumerate(masked.tolist()):
             row = int(rows[i])
             words = self._words[row]
-            early = words.early if output_positions[i] < self._min_tokens[row] else words.early[:0]
-            tokens = np.concatenate([words.tokens, early])
+            tokens = words.tokens
+            if is_early[i]:
+                tokens = np.concatenate([tokens, words.early])
             starts = np.full((len(tokens), width), ANY)
             num_words, tail_len = words.starts.shape
             starts[:num_words, width - tail_len :] = words.starts
-            parts.append((np.full(len(tokens), place), np.full(len(tokens), row), tokens, starts))
+            places, owners = (np.full(len(tokens), x) for x in (number, row))
+            parts.append((places, owners, tokens, starts))
         place, owner, token, start = (np.concatenate(part) for part in zip(*parts, strict=True))
         return {
             "masked": masked, "mask_row": rows[masked].astype(np.int64), "mask_place": place,

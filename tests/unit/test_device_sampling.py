@@ -135,6 +135,34 @@ def test_a_second_depth_needs_no_ids_on_the_host():
     assert [q.output().token_ids.tolist() for q in queued] == want
 
 
+def test_a_longer_word_and_a_new_request_leave_other_rows_their_history():
+    """The history becomes wider, and a row of an equal batch gets other words."""
+    sampler = DeviceSampler(2, VOCAB, CPU)
+
+    def put(row, *words):
+        params = SamplingParams(temperature=0.0, bad_words_ids=words)
+        sampler.set_request(row, params, np.array([6, 1]))
+
+    def tokens(best):
+        logits = torch.zeros(2, VOCAB)
+        logits[:, best] = torch.tensor([2.0, 1.0])
+        return (
+            sampler.launch(logits, np.array([0, 1]), np.array([0, 0])).output().token_ids.tolist()
+        )
+
+    put(0, (1, 2))
+    put(1, (9, 6, 1, 2))  # not made: 9
+    assert tokens([2, 3]) == [3, 2]
+    put(0, (3, 2))
+    assert sampler._masks.history.shape == (2, 3) and tokens([2, 3]) == [2, 2]
+    put(1, (2, 2), (4, 6, 1, 3), (6, 1, 2))
+    assert tokens([2, 3]) == [2, 3] and tokens([2, 3]) == [2, 2]
+    assert sampler._masks.history.tolist() == [[2, 2, 2], [1, 3, 2]]
+    preempted = SamplingParams(temperature=0.0, bad_words_ids=((6, 1, 5, 2),))
+    sampler.set_request(0, preempted, np.array([6, 1]), (5,))
+    assert tokens([2, 3])[0] == 3
+
+
 def test_counts_take_memory_only_for_rows_with_penalties():
     sampler = DeviceSampler(40, VOCAB, CPU)
     plain, penal = SamplingParams(temperature=0.0), SamplingParams(presence_penalty=1.0)
@@ -221,7 +249,7 @@ class NoWait(TorchDispatchMode):
 
 
 META = torch.device("meta")
-MODEL = ModelConfig("llama", 2, 16, 16, 4, 2, 16, VOCAB, 64)
+MODEL = ModelConfig("llama", 2, 16, 16, 4, 2, 16, 2000, 64)  # more tokens than a first try sorts
 
 
 @pytest.mark.parametrize(

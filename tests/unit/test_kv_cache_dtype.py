@@ -56,9 +56,11 @@ def test_fp8_is_refused_where_nothing_converts_it(name, monkeypatch):
 def test_sizes_and_costs_follow_the_stored_type(monkeypatch):
     pretend_gpu(monkeypatch, (9, 0))
     wide, narrow = (
-        kv_facts(EngineConfig(device="cuda", kv_cache_dtype=name), MODEL)
+        kv_facts(EngineConfig(device="cuda", kv_cache_dtype=name, capacity_tokens=1000), MODEL)
         for name in ("auto", "fp8")
     )
+    planned = kv_facts(EngineConfig(device="cuda"), MODEL)
+    assert "planned" in str(planned["capacity, tokens"]) and "arena, bytes" not in planned
     assert wide["bytes per token"] == 2 * narrow["bytes per token"] == 2 * 2 * 4 * 2 * 64
     assert wide["arena, bytes"] == 2 * narrow["arena, bytes"]
     assert (wide["dtype"], narrow["dtype"]) == ("bfloat16", "float8_e4m3fn")
