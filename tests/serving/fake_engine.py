@@ -144,7 +144,7 @@ class FakeEngine:
                 "running_requests": len(self.requests),
                 "waiting_requests": 0,
                 "max_requests": self.config.max_requests,
-                "capacity_tokens": self.config.capacity_tokens,
+                "capacity_tokens": self.config.capacity_tokens or 65536,
             },
         )
 

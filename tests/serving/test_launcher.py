@@ -71,7 +71,7 @@ def kill_and_expect_nothing_left(process: subprocess.Popen, run_dir: Path) -> No
 
 def expect_nothing_after_the_next_launcher(run_dir: Path, prefix: str) -> None:
     """For a launcher that died with, or before, those who would have removed its files."""
-    assert wait_until(lambda: not processes_of(run_dir), 5), processes_of(run_dir)
+    assert wait_until(lambda: not processes_of(run_dir), 30), processes_of(run_dir)
     RunDir(run_dir).close()
     assert not shm_files(prefix) and [path.name for path in run_dir.iterdir()] == [LOCK]
 
@@ -119,6 +119,7 @@ def test_a_launcher_killed_during_the_start_leaves_nothing(tmp_path, run_dir, se
     process = launcher(engine, f"--log={tmp_path / 'server.log'}")
     words = {"server": "model-repository", "engine": "engine_process"}[seen]
     assert wait_until(lambda: any(words in c for c in processes_of(run_dir).values()), 30)
+    assert wait_until(lambda: shm_prefix(run_dir), 5)  # the launcher may be writing it
     prefix = shm_prefix(run_dir)
     process.kill()
     process.wait()
