@@ -78,13 +78,15 @@ def shape_or_model(
     return str(find_shape(random_weights)), fields | {"random_weights": True}
 
 
-def finish(cases: list, title: str, json_file: Path | None) -> None:
+def finish(cases: list, title: str, json_file: Path | None, probe: dict | None = None) -> None:
+    """Prints the cases and writes them. probe: of the run itself; None: the harness's is taken."""
     from granikv.bench.harness import result_record, write_json
     from granikv.bench.report import print_cases
 
     print_cases(cases, title)
     if json_file is not None:
-        write_json(json_file, result_record(cases))
+        record = result_record(cases, with_probe=probe is None)
+        write_json(json_file, record if probe is None else record | {"probe": probe})
 
 
 @bench.command("cache")

@@ -46,10 +46,9 @@ def bench_latency(
 ) -> None:
     """First token of a long prompt, tokens beside a prefill, many streams, the GPU's idle share."""
     with clear_errors():
-        from granikv.bench.harness import result_record, write_json
         from granikv.bench.latency import run_latency_bench
         from granikv.bench.latency_session import LatencyConfig
-        from granikv.bench.report import print_cases, show_progress
+        from granikv.bench.report import show_progress
 
         config = LatencyConfig(
             prompt_len, suffix_len, together, batch, streams, steps, repeats, tuple(chunk or ())
@@ -57,9 +56,7 @@ def bench_latency(
         model, extra = shape_or_model(random_weights, model, both_layouts(settings))
         with show_progress("latency") as progress:
             cases, probe = run_latency_bench(config, case or (), model, extra, progress)
-        print_cases(cases, "Latency")
-        if json_file is not None:
-            write_json(json_file, result_record(cases, with_probe=False) | {"probe": probe})
+        finish(cases, "Latency", json_file, probe)
 
 
 def bench_poisson(

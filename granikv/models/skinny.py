@@ -25,6 +25,7 @@ from granikv.attention.kernels.common import (
     start_dependents,
     wait_for_previous,
 )
+from granikv.attention.plan_buffers import sm_count
 
 CAPABILITIES = ((9, 0),)  # where it was measured
 DTYPES = (torch.bfloat16, torch.float16)
@@ -107,7 +108,7 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def partial_sums(x: torch.Tensor, weight: torch.Tensor, tile: Tile | None = None) -> torch.Tensor:
     """x [T, K], weight [N, K] -> fp32 [S, T, N], which summed over S are the product."""
     rows, (width, depth) = x.shape[0], weight.shape
-    tile = tile or tile_of(rows, width // BLOCK_N, depth, num_sms=_num_sms(x.device))
+    tile = tile or tile_of(rows, width // BLOCK_N, depth, num_sms=sm_count(x.device))
     y = torch.empty(tile.split, rows, width, dtype=torch.float32, device=x.device)
     _launch(x, weight, y, tile, gated=False)
     return y
@@ -154,8 +155,3 @@ def _launch(
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
