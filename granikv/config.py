@@ -64,7 +64,7 @@ EXECUTORS = ("torch", "tensorrt")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # as users of vLLM and TensorRT-LLM know them
 # Of weights. fp8: e4m3 with a scale per output channel, or as an FP8 checkpoint has them
 QUANTIZATIONS = (None, "fp8", "fp8_per_tensor")
-ALL_REDUCES = ("nccl", "one_shot", "two_shot", "auto")
+ALL_REDUCES = ("nccl", "one_shot", "two_shot", "fused", "auto")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_THREADS = 1024
 CPU_CAPACITY_TOKENS = 65536

@@ -1,28 +1,37 @@
-"""Sums over the ranks: by NCCL, or by torch's kernels over peer access; by gloo on a CPU.
+"""Sums over the ranks: by NCCL, or by kernels over peer access; by gloo on a CPU.
 
 one_shot: every rank reads all others' values (one trip, for short messages). two_shot: each sums
-its part, then all read the parts. Both add in rank order, and need a buffer that the peers can
-read; neither uses multicast. https://docs.pytorch.org/docs/stable/symmetric_memory.html
+its part, then all read the parts. fused: in the norm that follows, in decode steps
+(granikv.models.rank_sums); all else goes by NCCL. These add in rank order, and need memory that the
+peers reach; none uses multicast. https://docs.pytorch.org/docs/stable/symmetric_memory.html
 """
 
 from __future__ import annotations
 
 import bisect
+import os
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from granikv.errors import Unavailable
+from granikv.models.fused import add_rms_norm
+
+if TYPE_CHECKING:
+    from granikv.models.rank_sums import Exchange
 
 BUFFER_BYTES = 2**23  # longer messages, of prefills, go by NCCL: they are bound by the links
 MEASURED_BYTES = tuple(2**i for i in range(14, 24))
 REPEATS = 20  # in one graph
 ALIGNMENT = 16  # bytes
 PEER_RANKS = (2, 4, 8)  # the kernels add in rank order for these numbers of ranks alone
-KERNELS = ("allreduce", "all_reduce")  # in the names of NCCL's and of torch's
+MAX_FUSED_ROWS = 256
+MEASURED_ROWS = (8, 32, 64, 128, MAX_FUSED_ROWS)
+KERNELS = ("allreduce", "all_reduce", "rank_sum")  # in the names of NCCL's, torch's and ours
 PEER_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -36,6 +45,12 @@ class GlooAllReduce:
         dist.all_reduce(x)
         self.elapsed_s += time.perf_counter() - begin
         return x
+
+    def fuses(self, num_rows: int) -> bool:
+        return False
+
+    def add_rms_norm(self, turn: int, *arguments: Any) -> Any:
+        raise NotImplementedError("gloo: nothing is fused")
 
 
 class ReduceTable:
@@ -55,24 +70,30 @@ class ReduceTable:
 
 def choose(strategy: str, table: ReduceTable | None, num_bytes: int, num_ranks: int) -> str:
     """What a message goes by: NCCL where it fits neither the buffer nor equal aligned parts."""
-    if num_bytes > BUFFER_BYTES or num_bytes % (ALIGNMENT * num_ranks):
+    if strategy == "fused" or num_bytes > BUFFER_BYTES or num_bytes % (ALIGNMENT * num_ranks):
         return "nccl"
     return strategy if table is None else table.choose(num_bytes)
 
 
 class GpuAllReduce:
-    """In place. strategy: one of config.ALL_REDUCES. Every rank makes it together.
+    """strategy: one of config.ALL_REDUCES. Every rank makes it together.
 
-    "auto" measures at the start and takes NCCL where there is no peer access. Raises Unavailable
-    when a strategy is named that these GPUs, this number of ranks or this dtype cannot take.
+    width: of the rows of a decode step, of which there are max_rows at most. "auto" measures at the
+    start and takes NCCL where there is no peer access. Raises Unavailable when a strategy is named
+    that these GPUs, this number of ranks or this dtype cannot take.
     """
 
-    def __init__(self, strategy: str, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, strategy: str, device: torch.device, dtype: torch.dtype, width: int, max_rows: int
+    ):
         self.strategy = strategy
         self.num_ranks = dist.get_world_size()
         self.group = dist.distributed_c10d._get_default_group().group_name
         self.table: ReduceTable | None = None
         self.buffer: torch.Tensor | None = None
+        self.exchange: Exchange | None = None
+        self.fused_rows = 0  # of the largest decode step that is fused
+        self.fused_times_us: dict[int, list[float]] = {}  # by rows: fused, and apart
         if strategy == "nccl":
             return
         lacking = missing_for_peers(self.num_ranks, dtype, torch.cuda.can_device_access_peer)
@@ -81,15 +102,17 @@ class GpuAllReduce:
         if lacking:
             self.strategy = "nccl"
             return
-        import torch.distributed._symmetric_memory as symmetric_memory
-
         count = BUFFER_BYTES // dtype.itemsize
-        self.buffer = symmetric_memory.empty(count, dtype=dtype, device=device)
-        symmetric_memory.rendezvous(self.buffer, self.group)
+        self.buffer, _ = _shared(count, dtype, device, self.group)
+        if strategy in ("fused", "auto"):
+            self.exchange = self._make_exchange(device, dtype, width, max_rows)
+            self.fused_rows = max_rows
         if strategy == "auto":
             self.table = self._measure()
+            self.fused_rows = self._measure_fused()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum, in place."""
         return self.run(self.choose(x.numel() * x.element_size()), x)
 
     def choose(self, num_bytes: int) -> str:
@@ -97,6 +120,7 @@ class GpuAllReduce:
         return choose(self.strategy, self.table, num_bytes, self.num_ranks)
 
     def run(self, strategy: str, x: torch.Tensor) -> torch.Tensor:
+        """The sum by one of nccl, one_shot and two_shot, in place."""
         if strategy == "nccl":
             dist.all_reduce(x)
             return x
@@ -108,6 +132,28 @@ class GpuAllReduce:
         else:
             torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", self.group)
         return x.copy_(shared.view_as(x))  # the buffer is the next sum's
+
+    def fuses(self, num_rows: int) -> bool:
+        """Whether add_rms_norm serves so many rows, and was not slower."""
+        return 0 < num_rows <= self.fused_rows
+
+    def add_rms_norm(self, turn: int, *arguments: Any) -> tuple[Any, torch.Tensor]:
+        """See granikv.models.rank_sums.add_rms_norm."""
+        from granikv.models import rank_sums  # needs triton
+
+        assert self.exchange is not None
+        return rank_sums.add_rms_norm(self.exchange, turn, *arguments)
+
+    def _make_exchange(
+        self, device: torch.device, dtype: torch.dtype, width: int, max_rows: int
+    ) -> Exchange:
+        from granikv.models.rank_sums import Exchange, exchange_bytes
+
+        count = exchange_bytes(self.num_ranks, max_rows, width, dtype)
+        own, places = _shared(count, torch.uint8, device, self.group)
+        own.zero_()
+        dist.barrier()  # nobody's flags are raised before all are down
+        return Exchange(dist.get_rank(), places, own, max_rows, width, dtype)
 
     def _measure(self) -> ReduceTable:
         """The slowest rank's times count, so that all ranks choose alike."""
@@ -121,11 +167,48 @@ class GpuAllReduce:
         dist.all_reduce(times, dist.ReduceOp.MAX)
         return ReduceTable(MEASURED_BYTES, dict(zip(names, times.tolist(), strict=True)))
 
+    def _measure_fused(self) -> int:
+        """Rows up to which the fused sum was faster than the table's choice and a norm."""
+        exchange = self.exchange
+        assert exchange is not None
+        counts = [count for count in MEASURED_ROWS if count <= exchange.max_rows]
+        times = torch.zeros(len(counts), 2, device=exchange.own.device)
+        weight = torch.ones(exchange.width, dtype=exchange.dtype, device=exchange.own.device)
+        for index, count in enumerate(counts):
+            x = weight.new_zeros(count, exchange.width)
+
+            def fused(x: torch.Tensor = x) -> None:
+                for turn in (0, 1):
+                    self.add_rms_norm(turn, x, x, weight, 1.0)
+
+            def apart(x: torch.Tensor = x) -> None:
+                for _ in range(2):
+                    add_rms_norm(self(x), x, weight, 1.0)
+
+            times[index] = torch.tensor([_graph_us(fused), _graph_us(apart)])
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+        wins = [fused_us <= apart_us for fused_us, apart_us in times.tolist()]
+        self.fused_times_us = dict(zip(counts, times.tolist(), strict=True))
+        return max((counts[i] for i in range(len(counts)) if all(wins[: i + 1])), default=0)
+
+
+def _shared(
+    count: int, dtype: torch.dtype, device: torch.device, group: Any
+) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Memory that all ranks reach, and its address on each rank as this one sees it."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    buffer = symmetric_memory.empty(count, dtype=dtype, device=device)
+    handle = symmetric_memory.rendezvous(buffer, group)
+    return buffer, tuple(handle.buffer_ptrs)
+
 
 def missing_for_peers(
     num_ranks: int, dtype: torch.dtype, can_access: Callable[[int, int], bool]
 ) -> str:
     """Why the kernels over peer access cannot be taken; "" when they can."""
+    if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
+        return "NCCL_P2P_DISABLE asks to leave peer access alone"
     if num_ranks not in PEER_RANKS:
         return f"expected {PEER_RANKS} ranks, got {num_ranks}"
     if dtype not in PEER_DTYPES:

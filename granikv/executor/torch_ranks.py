@@ -10,7 +10,7 @@ import torch
 from granikv.config import EngineConfig, ModelConfig
 from granikv.engines.checkpoint import Checkpoint, open_checkpoint
 from granikv.engines.sharding import Part, Shard, WeightSpec
-from granikv.executor.all_reduce import GlooAllReduce, GpuAllReduce
+from granikv.executor.all_reduce import MAX_FUSED_ROWS, GlooAllReduce, GpuAllReduce
 from granikv.executor.group import RankSteps
 from granikv.executor.torch_executor import TorchExecutor
 from granikv.models import Decoder
@@ -58,13 +58,23 @@ def make_torch_rank(
         model, decoder = load_rank(config, rank, device)
         sampler = make_sampler(model.vocab_size)
         return CpuRank(config, decoder, sampler, GlooAllReduce(), rank, model.vocab_size)
+    from granikv.executor.device_executor import row_bucket
     from granikv.executor.gpu_rank import GpuRank  # needs triton
 
     # before the weights: its measurement needs memory for a moment
-    reduce = GpuAllReduce(config.all_reduce, device, getattr(torch, config.dtype))
+    width, rows = read_config(config).hidden_size, row_bucket(config.max_requests)
+    dtype = getattr(torch, config.dtype)
+    reduce = GpuAllReduce(config.all_reduce, device, dtype, width, min(rows, MAX_FUSED_ROWS))
     model, decoder = load_rank(config, rank, device)
     decoder.reduce = reduce
     return GpuRank(config, decoder, make_sampler(model.vocab_size), device, rank, model.vocab_size)
+
+
+def read_config(config: EngineConfig) -> ModelConfig:
+    """The whole model's shape."""
+    if config.random_weights:
+        return read_shape(str(config.model))
+    return open_checkpoint(config.model, fp8=True).config
 
 
 def load_rank(config: EngineConfig, rank: int, device: torch.device) -> tuple[ModelConfig, Decoder]:

@@ -48,6 +48,36 @@ def _store_row(
 
 
 @triton.jit
+def norm_row(
+    total,  # fp32 [BLOCK_N], zero where not kept
+    weight,  # fp32 [BLOCK_N]
+    normed_ptr,
+    total_ptr,
+    scales_ptr,
+    fixed_scale,
+    fixed_inverse,
+    eps,
+    row,
+    n,
+    keep,
+    N: tl.constexpr,
+    KEEP_TOTAL: tl.constexpr,
+    FP8: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """total as row `row` of total_ptr where KEEP_TOTAL, and its norm as that of normed_ptr."""
+    if KEEP_TOTAL:
+        rounded = total.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row * N + n, rounded, mask=keep)
+        total = rounded.to(tl.float32)  # what the next layer adds to, not more than that
+    scale = tl.rsqrt(tl.sum(total * total, axis=0) / N + eps)
+    normed = total * scale * weight
+    _store_row(
+        normed, normed_ptr, scales_ptr, fixed_scale, fixed_inverse, row, n, keep, N, FP8, INTERPRET
+    )  # fmt: skip
+
+
+@triton.jit
 def add_rms_norm_kernel(
     delta_ptr,  # [PARTS, T, N], row stride delta_stride
     x_ptr,  # [T, N], read when HAS_X
@@ -80,13 +110,9 @@ def add_rms_norm_kernel(
         total += tl.load(more_ptr + n, mask=keep, other=0.0).to(tl.float32)
     if HAS_X:
         total += tl.load(x_ptr + row * N + n, mask=keep, other=0.0).to(tl.float32)
-        rounded = total.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + row * N + n, rounded, mask=keep)
-        total = rounded.to(tl.float32)  # what the next layer adds to, not more than that
-    scale = tl.rsqrt(tl.sum(total * total, axis=0) / N + eps)
-    normed = total * scale * weight
-    _store_row(
-        normed, normed_ptr, scales_ptr, fixed_scale, fixed_inverse, row, n, keep, N, FP8, INTERPRET
+    norm_row(
+        total, weight, normed_ptr, total_ptr, scales_ptr, fixed_scale, fixed_inverse, eps, row, n,
+        keep, N, HAS_X, FP8, INTERPRET,
     )  # fmt: skip
 
 
@@ -150,12 +176,12 @@ def add_rms_norm(
     rows, width = delta.shape[-2:]
     parts = delta.shape[0] if delta.dim() == 3 else 1
     like = delta if x is None else x
-    normed, scales, made = _output(like, width, fp8)
+    normed, scales, made = output_rows(like, width, fp8)
     total = delta if x is None else torch.empty_like(x)
-    block, pdl = triton.next_power_of_2(width), _has_pdl(delta.device)
+    block, pdl = triton.next_power_of_2(width), has_pdl(delta.device)
     add_rms_norm_kernel[(rows,)](
         delta, delta if x is None else x, weight, normed, total, scales,
-        *_fixed(fp8), eps, delta.stride(-2), delta.stride(0), N=width, BLOCK_N=block, PARTS=parts, HAS_X=x is not None,
+        *fixed_scales(fp8), eps, delta.stride(-2), delta.stride(0), N=width, BLOCK_N=block, PARTS=parts, HAS_X=x is not None,
         FP8=fp8 is not None, PDL=pdl, INTERPRET=INTERPRET, launch_pdl=pdl,
         num_warps=8 if block >= 4096 else 4,
     )  # fmt: skip
@@ -165,11 +191,11 @@ def add_rms_norm(
 def silu_mul(gate_up: torch.Tensor, fp8: Fp8Input | None = None) -> torch.Tensor | Fp8Rows:
     """See granikv.models.fused.silu_mul; gate_up is contiguous."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out, scales, made = _output(gate_up, width, fp8)
+    out, scales, made = output_rows(gate_up, width, fp8)
     block = 1024 if fp8 is None else triton.next_power_of_2(width)
-    grid, pdl = (rows, triton.cdiv(width, block)), _has_pdl(gate_up.device)
+    grid, pdl = (rows, triton.cdiv(width, block)), has_pdl(gate_up.device)
     silu_mul_kernel[grid](
-        gate_up, out, scales, *_fixed(fp8), F=width, BLOCK_F=block, FP8=fp8 is not None,
+        gate_up, out, scales, *fixed_scales(fp8), F=width, BLOCK_F=block, FP8=fp8 is not None,
         PDL=pdl, INTERPRET=INTERPRET, launch_pdl=pdl, num_warps=silu_warps(block),
     )  # fmt: skip
     return made
@@ -183,16 +209,16 @@ def silu_warps(block: int) -> int:
 def quantize_rows(x: torch.Tensor, fp8: Fp8Input) -> Fp8Rows:
     """See granikv.models.fused.quantize_rows."""
     rows, width = x.shape
-    values, scales, made = _output(x, width, fp8)
-    block, pdl = triton.next_power_of_2(width), _has_pdl(x.device)
+    values, scales, made = output_rows(x, width, fp8)
+    block, pdl = triton.next_power_of_2(width), has_pdl(x.device)
     quantize_rows_kernel[(rows,)](
-        x, values, scales, *_fixed(fp8), x.stride(0), N=width, BLOCK_N=block, PDL=pdl,
+        x, values, scales, *fixed_scales(fp8), x.stride(0), N=width, BLOCK_N=block, PDL=pdl,
         INTERPRET=INTERPRET, launch_pdl=pdl, num_warps=8 if block >= 4096 else 4,
     )  # fmt: skip
     return made
 
 
-def _output(like: torch.Tensor, width: int, fp8: Fp8Input | None) -> tuple[Any, Any, Any]:
+def output_rows(like: torch.Tensor, width: int, fp8: Fp8Input | None) -> tuple[Any, Any, Any]:
     """Rows for a kernel to write, their scales (any pointer without FP8), and both as made."""
     if fp8 is None:
         out = like.new_empty(like.shape[0], width)
@@ -204,7 +230,7 @@ def _output(like: torch.Tensor, width: int, fp8: Fp8Input | None) -> tuple[Any, 
     return made.values, made.scales, made
 
 
-def _fixed(fp8: Fp8Input | None) -> tuple[float | None, float | None]:
+def fixed_scales(fp8: Fp8Input | None) -> tuple[float | None, float | None]:
     """A checkpoint's scale and its inverse, or neither."""
     if fp8 is None or fp8.scale is None:
         return None, None
@@ -212,7 +238,7 @@ def _fixed(fp8: Fp8Input | None) -> tuple[float | None, float | None]:
 
 
 @functools.cache
-def _has_pdl(device: torch.device) -> bool:
+def has_pdl(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     major, minor = torch.cuda.get_device_capability(device)

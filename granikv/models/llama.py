@@ -7,6 +7,8 @@ recorder. It knows nothing of the cache, of requests or of where the weights cam
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,18 @@ from granikv.models.weights import LayerWeights, ModelWeights
 # (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq * D]
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+class RankSums(Protocol):
+    """What the ranks' products sum to."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place."""
+
+    def fuses(self, num_rows: int) -> bool:
+        """Whether add_rms_norm serves a decode step of so many rows."""
+
+    def add_rms_norm(self, turn: int, *arguments: Any) -> tuple[Any, torch.Tensor]:
+        """fused.add_rms_norm of the sum of all ranks' delta; turns alternate: 0, 1, 0, 1."""
 
 
 class DecoderLayer:
@@ -55,7 +68,7 @@ class Decoder:
         self.layers: list[DecoderLayer] = []
         while weights.layers:
             self.layers.append(DecoderLayer(weights.layers.pop(0), self.device, self.dtype))
-        self.reduce: Reduce | None = None  # sums over tensor-parallel ranks, in place
+        self.reduce: RankSums | None = None  # of tensor-parallel ranks
         self.kv_scales = weights.kv_scales
         self.rope_in_attend = False  # attend rotates q and k itself, as it stores them
         self.rotary = RotaryTable(
@@ -86,11 +99,14 @@ class Decoder:
         num_q, num_k = config.num_qo_heads, config.num_kv_heads
         cos_sin = None if self.rope_in_attend else self.rotary.lookup(positions, self.dtype)
         last = len(self.layers) - 1
-        # each row is sampled; ranks sum whole products
-        is_decode = sample_rows is None and self.reduce is None
+        is_decode = sample_rows is None  # each row is sampled
+        # the norm sums what ranks, or parts of a product, have made
+        sums_later = is_decode and (self.reduce is None or self.reduce.fuses(num_rows))
+        norm: Any = add_rms_norm  # of the embedding, which is whole on every rank
+        attention_end, layer_end = self._norms(sums_later)
         delta, x = self.embedding[token_ids], None
         for index, layer in enumerate(self.layers):
-            normed, x = add_rms_norm(delta, x, layer.input_norm, eps, layer.qkv.fp8_input)
+            normed, x = norm(delta, x, layer.input_norm, eps, layer.qkv.fp8_input)
             qkv = layer.qkv(normed).view(num_rows, -1, head_dim)
             qk, v = qkv[:, : num_q + num_k], qkv[:, num_q + num_k :]
             if layer.qk_norm is not None:
@@ -107,15 +123,23 @@ class Decoder:
                 out = attend(index, qk[:, :num_q], qk[:, num_q:], v)
             if index == last and sample_rows is not None:  # nobody reads the other rows any more
                 x, out = x[sample_rows], out[sample_rows]
-            delta = layer.out.partial_sums(out) if is_decode else self._sum(layer.out(out))
-            normed, x = add_rms_norm(delta, x, layer.post_norm, eps, layer.gate_up.fp8_input)
+            delta = layer.out.partial_sums(out) if sums_later else self._sum(layer.out(out))
+            normed, x = attention_end(delta, x, layer.post_norm, eps, layer.gate_up.fp8_input)
             if is_decode:
-                delta = layer.down.partial_sums(layer.gate_up.gated(normed, layer.down.fp8_input))
+                activated = layer.gate_up.gated(normed, layer.down.fp8_input)
             else:
                 activated = silu_mul(layer.gate_up(normed), layer.down.fp8_input)
-                delta = self._sum(layer.down(activated))
-        normed, _ = add_rms_norm(delta, x, self.final_norm, eps)
+            down = layer.down
+            delta = down.partial_sums(activated) if sums_later else self._sum(down(activated))
+            norm = layer_end
+        normed, _ = norm(delta, x, self.final_norm, eps)
         return self.lm_head.in_fp32(normed)
 
-    def _sum(self, partial: torch.Tensor) -> torch.Tensor:
-        return partial if self.reduce is None else self.reduce(partial)
+    def _sum(self, part: torch.Tensor) -> torch.Tensor:
+        return part if self.reduce is None else self.reduce(part)
+
+    def _norms(self, sums_later: bool) -> tuple[Any, Any]:
+        """add_rms_norm after attention and at a layer's end, with the ranks' sum or without."""
+        if self.reduce is None or not sums_later:
+            return add_rms_norm, add_rms_norm
+        return partial(self.reduce.add_rms_norm, 0), partial(self.reduce.add_rms_norm, 1)

@@ -23,7 +23,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32] if ON_GPU else [torch.float32]
 # Of max|got - want| / max|want|: P is rounded to the type, and the output too.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-MAX_REQUESTS = 40
+MAX_REQUESTS = 160
 
 
 @dataclass

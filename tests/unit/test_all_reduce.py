@@ -9,6 +9,7 @@ from granikv.config import EngineConfig
 from granikv.errors import InvalidArgument
 from granikv.executor.all_reduce import (
     BUFFER_BYTES,
+    GlooAllReduce,
     ReduceTable,
     all_reduce_s,
     choose,
@@ -44,10 +45,24 @@ def test_peers_need_access_both_ways_a_dtype_and_a_number_of_ranks():
     assert missing_for_peers(2, torch.bfloat16, one_way) == ""
 
 
+def test_peers_are_left_alone_where_nccl_is_told_to(monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert "NCCL_P2P_DISABLE" in missing_for_peers(2, torch.bfloat16, lambda a, b: True)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
+    assert missing_for_peers(2, torch.bfloat16, lambda a, b: True) == ""
+
+
+def test_fused_sums_leave_the_rest_to_nccl():
+    assert choose("fused", None, 1024, 2) == "nccl"
+    reduce = GlooAllReduce()
+    assert not reduce.fuses(1)
+
+
 def test_all_reduce_kernels_are_known_by_name():
     times = [("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)", 3.0), ("sm90_gemm", 90.0),
-             ("void one_shot_all_reduce_kernel<...>", 2.0), ("ncclDevKernel_SendRecv", 7.0)]  # fmt: skip
-    assert all_reduce_s(times) == pytest.approx(5e-6)
+             ("void one_shot_all_reduce_kernel<...>", 2.0), ("ncclDevKernel_SendRecv", 7.0),
+             ("rank_sum_norm_kernel", 4.0)]  # fmt: skip
+    assert all_reduce_s(times) == pytest.approx(9e-6)
 
 
 @pytest.mark.parametrize(

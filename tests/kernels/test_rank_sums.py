@@ -1,0 +1,137 @@
+"""The norm of what ranks have made: two processes in the interpreter, two streams on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import DEVICE, ON_GPU
+
+from granikv.models import rank_sums
+from granikv.models.fp8 import Fp8Input
+from granikv.models.fused import add_rms_norm
+from granikv.models.rank_sums import Exchange, exchange_bytes, takes
+
+RANKS, MAX_ROWS = 2, 6
+WIDTHS = (96, 4096) if ON_GPU else (96,)
+# the interpreter truncates where fp32 becomes bf16
+DTYPE = torch.bfloat16 if ON_GPU else torch.float16
+# rows and parts of the product, call after call: rows leave and come back, turns alternate
+CALLS = [(5, 1), (6, 3), (1, 2), (6, 1), (2, 4), (6, 2)]
+
+
+def made(call: int, width: int) -> tuple[torch.Tensor, ...]:
+    """delta of all ranks, x, weight."""
+    rows, parts = CALLS[call]
+    g = torch.Generator().manual_seed(call)
+    delta = torch.randn(RANKS, parts, rows, width, generator=g)
+    if parts == 1:
+        delta = delta[:, 0].to(DTYPE)
+    x, weight = torch.randn(rows, width, generator=g), torch.randn(width, generator=g)
+    return tuple(t.to(DEVICE) for t in (delta, x.to(DTYPE), weight.to(DTYPE)))
+
+
+def exchanges(own: list[torch.Tensor], width: int) -> list[Exchange]:
+    places = tuple(memory.data_ptr() for memory in own)
+    return [Exchange(r, places, own[r], MAX_ROWS, width, DTYPE) for r in range(RANKS)]
+
+
+def memory(width: int) -> list[torch.Tensor]:
+    """Rows full of NaN, flags down."""
+    whole = exchange_bytes(RANKS, MAX_ROWS, width, DTYPE)
+    own = [torch.full((whole,), 255, dtype=torch.uint8) for _ in range(RANKS)]
+    for each in own:
+        each[: exchange_bytes(RANKS, MAX_ROWS, 0, DTYPE)] = 0
+    return own
+
+
+def run(exchange: Exchange, call: int, fp8: Fp8Input | None = None):
+    delta, x, weight = made(call, exchange.width)
+    assert takes(exchange, *x.shape, x.dtype)
+    return rank_sums.add_rms_norm(exchange, call % 2, delta[exchange.rank], x, weight, 1e-5, fp8)
+
+
+def check(results: list, call: int, width: int) -> None:
+    """results: (normed, total) of each rank."""
+    delta, x, weight = made(call, width)
+    rounded = (delta.sum(1) if delta.dim() == 4 else delta).to(DTYPE)
+    total = (x.float() + (rounded[0].float() + rounded[1].float())).to(DTYPE)
+    normed, _ = add_rms_norm(total.cpu(), None, weight.cpu(), 1e-5)
+    for got_normed, got_total in results:
+        assert torch.equal(got_total, total), call
+        assert torch.equal(got_normed, results[0][0])
+        torch.testing.assert_close(got_normed.cpu(), normed, rtol=1e-2, atol=1e-3)
+
+
+def interpreted_rank(rank: int, own: list[torch.Tensor], results: dict) -> None:
+    exchange = exchanges(own, WIDTHS[0])[rank]
+    results[rank] = [run(exchange, call) for call in range(len(CALLS))]
+    fp8 = run(exchange, 0, Fp8Input())[0]
+    results[rank, "fp8"] = (fp8.values.view(torch.uint8), fp8.scales)
+
+
+@pytest.mark.skipif(ON_GPU, reason="on a GPU two streams are the ranks: the test below")
+@pytest.mark.timeout(120)
+def test_two_processes():
+    context = torch.multiprocessing.get_context("spawn")
+    own = [each.share_memory_() for each in memory(WIDTHS[0])]
+    with context.Manager() as manager:
+        results = manager.dict()
+        ranks = [
+            context.Process(target=interpreted_rank, args=(rank, own, results), daemon=True)
+            for rank in range(RANKS)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(100)
+        assert [rank.exitcode for rank in ranks] == [0, 0]
+        results = dict(results)
+    for call in range(len(CALLS)):
+        check([results[0][call], results[1][call]], call, WIDTHS[0])
+    fp8 = [results[rank, "fp8"] for rank in range(RANKS)]
+    assert torch.equal(fp8[0][0], fp8[1][0]) and torch.equal(fp8[0][1], fp8[1][1])
+    got = fp8[0][0].view(torch.float8_e4m3fn).float() * fp8[0][1]
+    torch.testing.assert_close(got, results[0][0][0].float(), rtol=0.07, atol=0.02)
+    flags = exchange_bytes(RANKS, MAX_ROWS, 0, DTYPE)
+    assert not any(each[:flags].any() for each in own)  # every flag was lowered
+
+
+@pytest.mark.skipif(
+    not ON_GPU, reason="needs a GPU: run pytest tests/kernels/test_rank_sums.py on one"
+)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.timeout(120)
+def test_two_streams(width):
+    own = [each.to(DEVICE) for each in memory(width)]
+    both = exchanges(own, width)
+    streams = [torch.cuda.Stream() for _ in range(RANKS)]
+    inputs = [made(call, width) for call in range(len(CALLS))]
+    for rank in range(RANKS):  # compiled, one rank at a time, against flags that are up already
+        for call in range(len(CALLS)):
+            own[rank][: exchange_bytes(RANKS, MAX_ROWS, 0, DTYPE)] = 1
+            run(both[rank], call)
+    torch.cuda.synchronize()
+    for each in own:
+        each.fill_(255)
+        each[: exchange_bytes(RANKS, MAX_ROWS, 0, DTYPE)] = 0
+    torch.cuda.synchronize()
+    results: list[list] = [[] for _ in range(RANKS)]
+    for _ in range(50):
+        for call, (delta, x, weight) in enumerate(inputs):
+            for rank, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    made_here = rank_sums.add_rms_norm(
+                        both[rank], call % 2, delta[rank], x, weight, 1e-5
+                    )
+                results[rank].append((call, made_here))
+    torch.cuda.synchronize()
+    for (call, first), (_, second) in zip(*results, strict=True):
+        check([first, second], call, width)
+    assert not any(each[: exchange_bytes(RANKS, MAX_ROWS, 0, DTYPE)].any() for each in own)
+
+
+def test_what_an_exchange_holds():
+    exchange = exchanges(memory(96), 96)[0]
+    assert takes(exchange, MAX_ROWS, 96, DTYPE) and takes(exchange, 1, 96, DTYPE)
+    assert not takes(exchange, MAX_ROWS + 1, 96, DTYPE) and not takes(exchange, 0, 96, DTYPE)
+    assert not takes(exchange, 1, 128, DTYPE) and not takes(exchange, 1, 96, torch.float32)
