@@ -32,6 +32,7 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.device_count() == 1, reason="needs no GPU, or two: run it on either machine"
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SUMS = ["nccl", "fused", "two_shot", "auto"] if DEVICE == "cuda" else ["nccl"]  # gloo on a CPU
 
 
 def settings(**changes) -> EngineConfig:
@@ -49,10 +50,11 @@ def engine_of(executor, config) -> Engine:
 
 
 @pytest.mark.timeout(280)
-def test_two_ranks_give_the_tokens_of_one(tmp_path, monkeypatch):
+@pytest.mark.parametrize("sums", SUMS)
+def test_two_ranks_give_the_tokens_of_one(sums, tmp_path, monkeypatch):
     """As on GPUs, where there are two; tests/unit/test_rank_processes.py has other models and numbers."""
     path = make_tiny_hf(tmp_path / "model", "Qwen2ForCausalLM", seed=3, num_hidden_layers=2)
-    config = settings(device=DEVICE, tp=2, model=str(path))
+    config = settings(device=DEVICE, tp=2, model=str(path), all_reduce=sums)
     if DEVICE == "cpu":
         places = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(places))
