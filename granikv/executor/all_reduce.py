@@ -102,8 +102,8 @@ class GpuAllReduce:
         if lacking:
             self.strategy = "nccl"
             return
-        count = BUFFER_BYTES // dtype.itemsize
-        self.buffer, _ = _shared(count, dtype, device, self.group)
+        shape = (BUFFER_BYTES // dtype.itemsize,)
+        self.buffer = _shared(shape, dtype, device, self.group)[dist.get_rank()]
         if strategy in ("fused", "auto"):
             self.exchange = self._make_exchange(device, dtype, width, max_rows)
             self.fused_rows = max_rows
@@ -147,13 +147,12 @@ class GpuAllReduce:
     def _make_exchange(
         self, device: torch.device, dtype: torch.dtype, width: int, max_rows: int
     ) -> Exchange:
-        from granikv.models.rank_sums import Exchange, exchange_bytes
+        from granikv.models.rank_sums import Exchange, exchange_shape
 
-        count = exchange_bytes(self.num_ranks, max_rows, width, dtype)
-        own, places = _shared(count, torch.uint8, device, self.group)
-        own.zero_()
-        dist.barrier()  # nobody's flags are raised before all are down
-        return Exchange(dist.get_rank(), places, own, max_rows, width, dtype)
+        shape = exchange_shape(self.num_ranks, max_rows, width)
+        exchange = Exchange(dist.get_rank(), _shared(shape, dtype, device, self.group))
+        dist.barrier()  # nobody stores before all have made theirs
+        return exchange
 
     def _measure(self) -> ReduceTable:
         """The slowest rank's times count, so that all ranks choose alike."""
@@ -169,13 +168,14 @@ class GpuAllReduce:
 
     def _measure_fused(self) -> int:
         """Rows up to which the fused sum was faster than the table's choice and a norm."""
-        exchange = self.exchange
-        assert exchange is not None
-        counts = [count for count in MEASURED_ROWS if count <= exchange.max_rows]
-        times = torch.zeros(len(counts), 2, device=exchange.own.device)
-        weight = torch.ones(exchange.width, dtype=exchange.dtype, device=exchange.own.device)
+        assert self.exchange is not None
+        own = self.exchange.own
+        _, _, max_rows, width = own.shape
+        counts = [count for count in MEASURED_ROWS if count <= max_rows]
+        times = torch.zeros(len(counts), 2, device=own.device)
+        weight = own.new_ones(width)
         for index, count in enumerate(counts):
-            x = weight.new_zeros(count, exchange.width)
+            x = weight.new_zeros(count, width)
 
             def fused(x: torch.Tensor = x) -> None:
                 for turn in (0, 1):
@@ -193,14 +193,17 @@ class GpuAllReduce:
 
 
 def _shared(
-    count: int, dtype: torch.dtype, device: torch.device, group: Any
-) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Memory that all ranks reach, and its address on each rank as this one sees it."""
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: Any
+) -> tuple[torch.Tensor, ...]:
+    """Memory that all ranks reach: each rank's, as this one sees it."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    buffer = symmetric_memory.empty(count, dtype=dtype, device=device)
-    handle = symmetric_memory.rendezvous(buffer, group)
-    return buffer, tuple(handle.buffer_ptrs)
+    own = symmetric_memory.empty(shape, dtype=dtype, device=device)
+    handle = symmetric_memory.rendezvous(own, group)
+    return tuple(
+        own if rank == handle.rank else handle.get_buffer(rank, shape, dtype)
+        for rank in range(handle.world_size)
+    )
 
 
 def missing_for_peers(

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from granikv.attention.kernels.common import INTERPRET, start_dependents, to_e4m3, wait_for_previous
+from granikv.attention.kernels.launch import Launcher
 from granikv.attention.variants import FIRST_WITH_DEPENDENT_LAUNCHES
 from granikv.models.fp8 import FP8, FP8_MAX, LEAST, Fp8Input, Fp8Rows
 
@@ -165,6 +166,11 @@ def quantize_rows_kernel(
     )  # fmt: skip
 
 
+_add_rms_norm = Launcher(add_rms_norm_kernel)
+_silu_mul = Launcher(silu_mul_kernel)
+_quantize_rows = Launcher(quantize_rows_kernel)
+
+
 def add_rms_norm(
     delta: torch.Tensor,
     x: torch.Tensor | None,
@@ -179,11 +185,22 @@ def add_rms_norm(
     normed, scales, made = output_rows(like, width, fp8)
     total = delta if x is None else torch.empty_like(x)
     block, pdl = triton.next_power_of_2(width), has_pdl(delta.device)
-    add_rms_norm_kernel[(rows,)](
-        delta, delta if x is None else x, weight, normed, total, scales,
-        *fixed_scales(fp8), eps, delta.stride(-2), delta.stride(0), N=width, BLOCK_N=block, PARTS=parts, HAS_X=x is not None,
-        FP8=fp8 is not None, PDL=pdl, INTERPRET=INTERPRET, launch_pdl=pdl,
-        num_warps=8 if block >= 4096 else 4,
+    strides = delta.stride(-2), delta.stride(0)
+    key = (
+        like.dtype,
+        delta.dtype,
+        width,
+        parts,
+        x is None,
+        fp8_kind(fp8),
+        _aligned(delta.data_ptr(), *strides),
+    )
+    _add_rms_norm(
+        key, (rows,),
+        (delta, delta if x is None else x, weight, normed, total, scales, *fixed_scales(fp8), eps, *strides),
+        {"N": width, "BLOCK_N": block, "PARTS": parts, "HAS_X": x is not None,
+         "FP8": fp8 is not None, "PDL": pdl, "INTERPRET": INTERPRET},
+        {"launch_pdl": pdl, "num_warps": 8 if block >= 4096 else 4},
     )  # fmt: skip
     return made, total
 
@@ -194,9 +211,10 @@ def silu_mul(gate_up: torch.Tensor, fp8: Fp8Input | None = None) -> torch.Tensor
     out, scales, made = output_rows(gate_up, width, fp8)
     block = 1024 if fp8 is None else triton.next_power_of_2(width)
     grid, pdl = (rows, triton.cdiv(width, block)), has_pdl(gate_up.device)
-    silu_mul_kernel[grid](
-        gate_up, out, scales, *fixed_scales(fp8), F=width, BLOCK_F=block, FP8=fp8 is not None,
-        PDL=pdl, INTERPRET=INTERPRET, launch_pdl=pdl, num_warps=silu_warps(block),
+    _silu_mul(
+        (gate_up.dtype, width, fp8_kind(fp8)), grid, (gate_up, out, scales, *fixed_scales(fp8)),
+        {"F": width, "BLOCK_F": block, "FP8": fp8 is not None, "PDL": pdl, "INTERPRET": INTERPRET},
+        {"launch_pdl": pdl, "num_warps": silu_warps(block)},
     )  # fmt: skip
     return made
 
@@ -211,9 +229,11 @@ def quantize_rows(x: torch.Tensor, fp8: Fp8Input) -> Fp8Rows:
     rows, width = x.shape
     values, scales, made = output_rows(x, width, fp8)
     block, pdl = triton.next_power_of_2(width), has_pdl(x.device)
-    quantize_rows_kernel[(rows,)](
-        x, values, scales, *fixed_scales(fp8), x.stride(0), N=width, BLOCK_N=block, PDL=pdl,
-        INTERPRET=INTERPRET, launch_pdl=pdl, num_warps=8 if block >= 4096 else 4,
+    key = x.dtype, width, fp8_kind(fp8), _aligned(x.data_ptr(), x.stride(0))
+    _quantize_rows(
+        key, (rows,), (x, values, scales, *fixed_scales(fp8), x.stride(0)),
+        {"N": width, "BLOCK_N": block, "PDL": pdl, "INTERPRET": INTERPRET},
+        {"launch_pdl": pdl, "num_warps": 8 if block >= 4096 else 4},
     )  # fmt: skip
     return made
 
@@ -235,6 +255,16 @@ def fixed_scales(fp8: Fp8Input | None) -> tuple[float | None, float | None]:
     if fp8 is None or fp8.scale is None:
         return None, None
     return fp8.scale, 1 / fp8.scale
+
+
+def fp8_kind(fp8: Fp8Input | None) -> bool | None:
+    """Which of the three a kernel is compiled for: no FP8, a scale per row, a fixed one."""
+    return None if fp8 is None else fp8.scale is None
+
+
+def _aligned(*numbers: int) -> tuple[bool, ...]:
+    """Triton compiles for multiples of 16 apart, so that rows are read in vectors."""
+    return tuple(number % 16 == 0 for number in numbers)
 
 
 @functools.cache

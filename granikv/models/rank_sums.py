@@ -1,14 +1,16 @@
 """The norm of what the ranks' products sum to: each rank stores its part in the others' memory.
 
-    rank 0   part ---- NVLink ---> row of rank 1's exchange, then a flag of that row
-    rank 1   part ---- NVLink ---> row of rank 0's exchange, then a flag of that row
-    each     waits for the flags of a row, adds its parts in the order of the ranks, norms it
+    rank 0   part ---- NVLink ---> row of rank 1's exchange
+    rank 1   part ---- NVLink ---> row of rank 0's exchange
+    each     waits until a row's numbers are there, adds its parts in rank order, norms it
 
 One launch instead of a copy, a sum, a copy and a norm. All ranks add the same rounded numbers in
 the same order, so their results are equal bit for bit.
 
-Two places take turns from call to call: a rank is never two calls ahead of another, since each
-call waits for all, so nobody stores into what another still reads. A flag is lowered by who waited.
+A number says itself that it is there: an exchange holds -0.0 where nothing has come yet, and no
+part has it. So a part travels once, without a flag behind it and the fence that a flag needs. Who has
+read a number puts -0.0 back. Two places take turns from call to call: each call waits for all
+ranks, so none is two calls ahead of another, and nobody stores where -0.0 is yet to come.
 """
 
 from __future__ import annotations
@@ -20,33 +22,46 @@ import triton
 import triton.language as tl
 
 from granikv.attention.kernels.common import INTERPRET, start_dependents, wait_for_previous
+from granikv.attention.kernels.launch import Launcher
 from granikv.models.fp8 import Fp8Input, Fp8Rows
-from granikv.models.fused_kernels import fixed_scales, has_pdl, norm_row, output_rows
+from granikv.models.fused_kernels import (
+    fixed_scales,
+    fp8_kind,
+    has_pdl,
+    norm_row,
+    output_rows,
+)
 
 TURNS = 2
-FLAG_BYTES = 4
+BITS = {2: torch.int16, 4: torch.int32}  # by bytes of a number
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Memory that every rank can write. places: its address on each rank, as this rank sees it;
-    own: this rank's, zeros at the start, kept alive."""
+    """Memory that every rank can write, [TURNS, ranks, max_rows, width].
+
+    places: that of each rank, as this rank sees it.
+    """
 
     rank: int
-    places: tuple[int, ...]
-    own: torch.Tensor
-    max_rows: int
-    width: int
-    dtype: torch.dtype
+    places: tuple[torch.Tensor, ...]
+
+    def __post_init__(self) -> None:
+        """Nothing has come yet; the ranks have to meet before the first call."""
+        self.own.fill_(-0.0)
 
     @property
-    def num_ranks(self) -> int:
-        return len(self.places)
+    def own(self) -> torch.Tensor:
+        return self.places[self.rank]
+
+    def takes(self, num_rows: int, width: int, dtype: torch.dtype) -> bool:
+        """Whether there is room for such rows."""
+        max_rows = self.own.shape[2]
+        return 0 < num_rows <= max_rows and (width, dtype) == (self.own.shape[3], self.own.dtype)
 
 
-def exchange_bytes(num_ranks: int, max_rows: int, width: int, dtype: torch.dtype) -> int:
-    """Of one rank's exchange: flags, then rows, both [TURNS, ranks, max_rows]."""
-    return TURNS * num_ranks * max_rows * (FLAG_BYTES + width * dtype.itemsize)
+def exchange_shape(num_ranks: int, max_rows: int, width: int) -> tuple[int, ...]:
+    return TURNS, num_ranks, max_rows, width
 
 
 @triton.jit
@@ -59,7 +74,7 @@ def rank_sum_norm_kernel(
     scales_ptr,  # fp32 [T], written when FP8
     fixed_scale,  # fp32 or None, see fused_kernels
     fixed_inverse,
-    places,  # addresses [RANKS]
+    places,  # RANKS exchanges, as integers of x's width
     eps,
     delta_stride,
     part_stride,
@@ -67,7 +82,6 @@ def rank_sum_norm_kernel(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     MAX_ROWS: tl.constexpr,
-    FLAGS_BYTES: tl.constexpr,  # of an exchange, in front of the rows
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr,
@@ -86,31 +100,25 @@ def rank_sum_norm_kernel(
         more_ptr = delta_ptr + index * part_stride.to(tl.int64) + row * delta_stride
         part += tl.load(more_ptr + n, mask=keep, other=0.0).to(tl.float32)
     part = part.to(x_ptr.dtype.element_ty)
-    to = (TURN * RANKS + RANK) * MAX_ROWS + row
+    part = tl.where(part == 0.0, tl.zeros_like(part), part)  # -0.0 is taken
+    BITS: tl.constexpr = places[RANK].dtype.element_ty
+    NOTHING: tl.constexpr = -(2 ** (BITS.primitive_bitwidth - 1))  # -0.0
+    to = ((TURN * RANKS + RANK) * MAX_ROWS + row) * N + n
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            rows = (places[peer] + FLAGS_BYTES).to(x_ptr.dtype)
-            tl.store(rows + to * N + n, part, mask=keep)
-    tl.debug_barrier()  # the flags say that every thread has stored
-    for peer in tl.static_range(RANKS):
-        if peer != RANK:
-            flags = places[peer].to(tl.pointer_type(tl.int32))
-            tl.atomic_xchg(flags + to, 1, sem="release", scope="sys")
+            tl.store(places[peer] + to, part.to(BITS, bitcast=True), mask=keep)
     x = tl.load(x_ptr + row * N + n, mask=keep, other=0.0).to(tl.float32)
-    flags = places[RANK].to(tl.pointer_type(tl.int32))
-    rows = (places[RANK] + FLAGS_BYTES).to(x_ptr.dtype)
     total = tl.zeros([BLOCK_N], tl.float32)
     for source in tl.static_range(RANKS):
         if source == RANK:
             total += part.to(tl.float32)
         else:
-            at = (TURN * RANKS + source) * MAX_ROWS + row
-            while tl.atomic_add(flags + at, 0, sem="acquire", scope="sys") == 0:
-                pass
-            tl.debug_barrier()
-            theirs = tl.load(rows + at * N + n, mask=keep, other=0.0, volatile=True)
-            total += theirs.to(tl.float32)
-            tl.store(flags + at, 0)
+            from_ptr = places[RANK] + ((TURN * RANKS + source) * MAX_ROWS + row) * N + n
+            theirs = tl.load(from_ptr, mask=keep, other=0, volatile=True)
+            while tl.min((theirs != NOTHING).to(tl.int32), axis=0) == 0:
+                theirs = tl.load(from_ptr, mask=keep, other=0, volatile=True)
+            tl.store(from_ptr, tl.full([BLOCK_N], NOTHING, BITS), mask=keep)
+            total += theirs.to(x_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
     norm_row(
         total + x, weight, normed_ptr, total_ptr, scales_ptr, fixed_scale, fixed_inverse, eps, row,
         n, keep, N, True, FP8, INTERPRET,
@@ -135,17 +143,18 @@ def add_rms_norm(
     normed, scales, made = output_rows(x, width, fp8)
     total = torch.empty_like(x)
     block, pdl = triton.next_power_of_2(width), has_pdl(x.device)
-    num_ranks, max_rows = exchange.num_ranks, exchange.max_rows
-    rank_sum_norm_kernel[(rows,)](
-        delta, x, weight, normed, total, scales, *fixed_scales(fp8), exchange.places, eps,
-        delta.stride(-2), delta.stride(0), TURN=turn, RANK=exchange.rank, RANKS=num_ranks,
-        MAX_ROWS=max_rows, FLAGS_BYTES=exchange_bytes(num_ranks, max_rows, 0, x.dtype), N=width,
-        BLOCK_N=block, PARTS=parts, FP8=fp8 is not None, PDL=pdl, INTERPRET=INTERPRET,
-        launch_pdl=pdl, num_warps=8 if block >= 4096 else 4,
+    _, num_ranks, max_rows, _ = exchange.own.shape
+    strides = delta.stride(-2), delta.stride(0)
+    places = tuple(place.view(BITS[x.dtype.itemsize]) for place in exchange.places)
+    key = exchange.own.shape, x.dtype, delta.dtype, parts, turn, exchange.rank, fp8_kind(fp8)
+    _rank_sum_norm(
+        (key, all(number % 16 == 0 for number in strides)), (rows,),
+        (delta, x, weight, normed, total, scales, *fixed_scales(fp8), places, eps, *strides),
+        {"TURN": turn, "RANK": exchange.rank, "RANKS": num_ranks, "MAX_ROWS": max_rows, "N": width,
+         "BLOCK_N": block, "PARTS": parts, "FP8": fp8 is not None, "PDL": pdl, "INTERPRET": INTERPRET},
+        {"launch_pdl": pdl, "num_warps": 8 if block >= 4096 else 4},
     )  # fmt: skip
     return made, total
 
 
-def takes(exchange: Exchange, num_rows: int, width: int, dtype: torch.dtype) -> bool:
-    """Whether the exchange holds such rows."""
-    return 0 < num_rows <= exchange.max_rows and width == exchange.width and dtype == exchange.dtype
+_rank_sum_norm = Launcher(rank_sum_norm_kernel)

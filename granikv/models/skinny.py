@@ -25,6 +25,7 @@ from granikv.attention.kernels.common import (
     start_dependents,
     wait_for_previous,
 )
+from granikv.attention.kernels.launch import Launcher
 from granikv.attention.plan_buffers import sm_count
 
 CAPABILITIES = ((9, 0),)  # where it was measured
@@ -142,14 +143,22 @@ def _launch(
     x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, tile: Tile, gated: bool
 ) -> None:
     width, depth = y.shape[-1], weight.shape[1]
-    skinny_kernel[(width // BLOCK_N * tile.split,)](
-        TensorDescriptor.from_tensor(x, [tile.block_t, tile.block_k]),
-        TensorDescriptor.from_tensor(weight, [BLOCK_N, tile.block_k]),
-        weight, y, x.shape[0], N=width, K=depth, BLOCK_N=BLOCK_N, BLOCK_T=tile.block_t,
-        BLOCK_K=tile.block_k, SPLIT=tile.split, GATED=gated, PREFETCH=0 if INTERPRET else PREFETCH_TOKENS,
-        PDL=not INTERPRET, INTERPRET=INTERPRET, launch_pdl=not INTERPRET, num_warps=4,
-        num_stages=tile.num_stages,
+    _skinny(
+        (x.dtype, width, depth, tile, gated), (width // BLOCK_N * tile.split,),
+        (
+            TensorDescriptor.from_tensor(x, [tile.block_t, tile.block_k]),
+            TensorDescriptor.from_tensor(weight, [BLOCK_N, tile.block_k]),
+            weight, y, x.shape[0],
+        ),
+        {"N": width, "K": depth, "BLOCK_N": BLOCK_N, "BLOCK_T": tile.block_t,
+         "BLOCK_K": tile.block_k, "SPLIT": tile.split, "GATED": gated,
+         "PREFETCH": 0 if INTERPRET else PREFETCH_TOKENS, "PDL": not INTERPRET,
+         "INTERPRET": INTERPRET},
+        {"launch_pdl": not INTERPRET, "num_warps": 4, "num_stages": tile.num_stages},
     )  # fmt: skip
+
+
+_skinny = Launcher(skinny_kernel)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from support import DEVICE, ON_GPU
 from granikv.models import rank_sums
 from granikv.models.fp8 import Fp8Input
 from granikv.models.fused import add_rms_norm
-from granikv.models.rank_sums import Exchange, exchange_bytes, takes
+from granikv.models.rank_sums import Exchange, exchange_shape
 
 RANKS, MAX_ROWS = 2, 6
 WIDTHS = (96, 4096) if ON_GPU else (96,)
@@ -24,29 +24,30 @@ def made(call: int, width: int) -> tuple[torch.Tensor, ...]:
     rows, parts = CALLS[call]
     g = torch.Generator().manual_seed(call)
     delta = torch.randn(RANKS, parts, rows, width, generator=g)
+    delta[:, :, :, ::7] = -0.0  # what an exchange holds where nothing has come
     if parts == 1:
         delta = delta[:, 0].to(DTYPE)
     x, weight = torch.randn(rows, width, generator=g), torch.randn(width, generator=g)
     return tuple(t.to(DEVICE) for t in (delta, x.to(DTYPE), weight.to(DTYPE)))
 
 
-def exchanges(own: list[torch.Tensor], width: int) -> list[Exchange]:
-    places = tuple(memory.data_ptr() for memory in own)
-    return [Exchange(r, places, own[r], MAX_ROWS, width, DTYPE) for r in range(RANKS)]
+def exchanges(own: list[torch.Tensor]) -> list[Exchange]:
+    return [Exchange(r, tuple(own)) for r in range(RANKS)]
 
 
 def memory(width: int) -> list[torch.Tensor]:
-    """Rows full of NaN, flags down."""
-    whole = exchange_bytes(RANKS, MAX_ROWS, width, DTYPE)
-    own = [torch.full((whole,), 255, dtype=torch.uint8) for _ in range(RANKS)]
-    for each in own:
-        each[: exchange_bytes(RANKS, MAX_ROWS, 0, DTYPE)] = 0
-    return own
+    shape = exchange_shape(RANKS, MAX_ROWS, width)
+    return [torch.full(shape, float("nan"), dtype=DTYPE) for _ in range(RANKS)]
+
+
+def is_empty(own: torch.Tensor) -> bool:
+    """-0.0 everywhere: all that came was read."""
+    return not own.any() and bool(own.signbit().all())
 
 
 def run(exchange: Exchange, call: int, fp8: Fp8Input | None = None):
-    delta, x, weight = made(call, exchange.width)
-    assert takes(exchange, *x.shape, x.dtype)
+    delta, x, weight = made(call, exchange.own.shape[-1])
+    assert exchange.takes(*x.shape, x.dtype)
     return rank_sums.add_rms_norm(exchange, call % 2, delta[exchange.rank], x, weight, 1e-5, fp8)
 
 
@@ -62,8 +63,9 @@ def check(results: list, call: int, width: int) -> None:
         torch.testing.assert_close(got_normed.cpu(), normed, rtol=1e-2, atol=1e-3)
 
 
-def interpreted_rank(rank: int, own: list[torch.Tensor], results: dict) -> None:
-    exchange = exchanges(own, WIDTHS[0])[rank]
+def interpreted_rank(rank: int, own: list[torch.Tensor], results: dict, meet) -> None:
+    exchange = Exchange(rank, tuple(own))
+    meet.wait()
     results[rank] = [run(exchange, call) for call in range(len(CALLS))]
     fp8 = run(exchange, 0, Fp8Input())[0]
     results[rank, "fp8"] = (fp8.values.view(torch.uint8), fp8.scales)
@@ -74,10 +76,11 @@ def interpreted_rank(rank: int, own: list[torch.Tensor], results: dict) -> None:
 def test_two_processes():
     context = torch.multiprocessing.get_context("spawn")
     own = [each.share_memory_() for each in memory(WIDTHS[0])]
+    meet = context.Barrier(RANKS)
     with context.Manager() as manager:
         results = manager.dict()
         ranks = [
-            context.Process(target=interpreted_rank, args=(rank, own, results), daemon=True)
+            context.Process(target=interpreted_rank, args=(rank, own, results, meet), daemon=True)
             for rank in range(RANKS)
         ]
         for rank in ranks:
@@ -92,8 +95,7 @@ def test_two_processes():
     assert torch.equal(fp8[0][0], fp8[1][0]) and torch.equal(fp8[0][1], fp8[1][1])
     got = fp8[0][0].view(torch.float8_e4m3fn).float() * fp8[0][1]
     torch.testing.assert_close(got, results[0][0][0].float(), rtol=0.07, atol=0.02)
-    flags = exchange_bytes(RANKS, MAX_ROWS, 0, DTYPE)
-    assert not any(each[:flags].any() for each in own)  # every flag was lowered
+    assert all(map(is_empty, own))
 
 
 @pytest.mark.skipif(
@@ -103,17 +105,14 @@ def test_two_processes():
 @pytest.mark.timeout(120)
 def test_two_streams(width):
     own = [each.to(DEVICE) for each in memory(width)]
-    both = exchanges(own, width)
+    both = exchanges(own)
     streams = [torch.cuda.Stream() for _ in range(RANKS)]
     inputs = [made(call, width) for call in range(len(CALLS))]
-    for rank in range(RANKS):  # compiled, one rank at a time, against flags that are up already
+    for rank in range(RANKS):  # compiled, one rank at a time, where all numbers have come
         for call in range(len(CALLS)):
-            own[rank][: exchange_bytes(RANKS, MAX_ROWS, 0, DTYPE)] = 1
+            own[rank].zero_()
             run(both[rank], call)
-    torch.cuda.synchronize()
-    for each in own:
-        each.fill_(255)
-        each[: exchange_bytes(RANKS, MAX_ROWS, 0, DTYPE)] = 0
+    both = exchanges(own)
     torch.cuda.synchronize()
     results: list[list] = [[] for _ in range(RANKS)]
     for _ in range(50):
@@ -127,11 +126,11 @@ def test_two_streams(width):
     torch.cuda.synchronize()
     for (call, first), (_, second) in zip(*results, strict=True):
         check([first, second], call, width)
-    assert not any(each[: exchange_bytes(RANKS, MAX_ROWS, 0, DTYPE)].any() for each in own)
+    assert all(map(is_empty, own))
 
 
 def test_what_an_exchange_holds():
-    exchange = exchanges(memory(96), 96)[0]
-    assert takes(exchange, MAX_ROWS, 96, DTYPE) and takes(exchange, 1, 96, DTYPE)
-    assert not takes(exchange, MAX_ROWS + 1, 96, DTYPE) and not takes(exchange, 0, 96, DTYPE)
-    assert not takes(exchange, 1, 128, DTYPE) and not takes(exchange, 1, 96, torch.float32)
+    exchange = exchanges(memory(96))[0]
+    assert exchange.takes(MAX_ROWS, 96, DTYPE) and exchange.takes(1, 96, DTYPE)
+    assert not exchange.takes(MAX_ROWS + 1, 96, DTYPE) and not exchange.takes(0, 96, DTYPE)
+    assert not exchange.takes(1, 128, DTYPE) and not exchange.takes(1, 96, torch.float32)

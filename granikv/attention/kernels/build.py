@@ -7,8 +7,10 @@ declared to be aligned, and what varies is a constant or an option here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from granikv.attention.kernels.launch import Launcher
 from granikv.attention.variants import AttentionShape
 
 POINTER_ALIGNMENT_BYTES = 16  # of every pointer argument; callers check what they are given
@@ -29,7 +31,18 @@ class KernelBuild:
 
     def launch(self, grid: tuple[int, ...], *arguments: Any) -> None:
         """Just in time; arguments in the order of `types`."""
-        self.kernel[grid](*arguments, **self.constants, **self.options)
+        element = None if self._element is None else arguments[self._element].dtype
+        self._launcher(element, grid, arguments, self.constants, self.options)
+
+    @cached_property
+    def _launcher(self) -> Launcher:
+        return Launcher(self.kernel)
+
+    @cached_property
+    def _element(self) -> int | None:
+        """A pointer to T among the arguments."""
+        places = (index for index, kind in enumerate(self.types.values()) if kind == "*T")
+        return next(places, None)
 
     @property
     def name(self) -> str:
