@@ -64,7 +64,7 @@ EXECUTORS = ("torch", "tensorrt")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # as users of vLLM and TensorRT-LLM know them
 # Of weights. fp8: e4m3 with a scale per output channel, or as an FP8 checkpoint has them
 QUANTIZATIONS = (None, "fp8", "fp8_per_tensor")
-ALL_REDUCES = ("nccl", "one_shot", "two_shot", "fused", "auto")
+ALL_REDUCES = ("auto", "nccl", "two_shot", "fused")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_THREADS = 1024
 CPU_CAPACITY_TOKENS = 65536
@@ -97,7 +97,7 @@ class EngineConfig:
     engine_dir: str | None = None  # with executor tensorrt: what `granikv build` wrote
     plugin: str | None = None  # with executor tensorrt: GraniKV's plugin library
     tp: int = 1  # tensor-parallel ranks, a process and a GPU each; on a CPU by gloo, for tests
-    all_reduce: str = "nccl"  # one of ALL_REDUCES, between GPUs; auto: measured at the start
+    all_reduce: str = "auto"  # one of ALL_REDUCES, between GPUs; auto: measured at the start
     # KV arena, one padding slot included; None: CPU_CAPACITY_TOKENS, or what fits on a GPU
     capacity_tokens: int | None = None
     gpu_memory_utilization: float = (
@@ -171,8 +171,8 @@ class EngineConfig:
         if self.all_reduce not in ALL_REDUCES:
             raise InvalidArgument("all_reduce", self.all_reduce, f"one of {ALL_REDUCES}")
         has_choice = self.tp > 1 and self.executor == "torch" and self.device != "cpu"
-        if self.all_reduce != "nccl" and not has_choice:
-            expected = "'nccl', or tp above 1 with executor='torch' on GPUs"
+        if self.all_reduce not in ("auto", "nccl") and not has_choice:
+            expected = "'auto' or 'nccl', or tp above 1 with executor='torch' on GPUs"
             raise InvalidArgument("all_reduce", self.all_reduce, expected)
 
     @property

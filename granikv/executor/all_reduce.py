@@ -1,9 +1,9 @@
 """Sums over the ranks: by NCCL, or by kernels over peer access; by gloo on a CPU.
 
-one_shot: every rank reads all others' values (one trip, for short messages). two_shot: each sums
-its part, then all read the parts. fused: in the norm that follows, in decode steps
-(granikv.models.rank_sums); all else goes by NCCL. These add in rank order, and need memory that the
-peers reach; none uses multicast. https://docs.pytorch.org/docs/stable/symmetric_memory.html
+two_shot: each rank sums its part of a message, then all read the parts. fused: in the norm that
+follows, in decode steps (granikv.models.rank_sums); all else goes by NCCL. Both add in rank order, and
+need memory that the peers reach; none uses multicast.
+https://docs.pytorch.org/docs/stable/symmetric_memory.html
 """
 
 from __future__ import annotations
@@ -120,17 +120,14 @@ class GpuAllReduce:
         return choose(self.strategy, self.table, num_bytes, self.num_ranks)
 
     def run(self, strategy: str, x: torch.Tensor) -> torch.Tensor:
-        """The sum by one of nccl, one_shot and two_shot, in place."""
+        """The sum by nccl or two_shot, in place."""
         if strategy == "nccl":
             dist.all_reduce(x)
             return x
         assert self.buffer is not None
         shared = self.buffer[: x.numel()]
         shared.copy_(x.view(-1))
-        if strategy == "one_shot":
-            shared = torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", self.group)
-        else:
-            torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", self.group)
+        torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", self.group)
         return x.copy_(shared.view_as(x))  # the buffer is the next sum's
 
     def fuses(self, num_rows: int) -> bool:
@@ -157,7 +154,7 @@ class GpuAllReduce:
     def _measure(self) -> ReduceTable:
         """The slowest rank's times count, so that all ranks choose alike."""
         assert self.buffer is not None
-        names = ("nccl", "one_shot", "two_shot")
+        names = ("nccl", "two_shot")
         times = torch.zeros(len(names), len(MEASURED_BYTES), device=self.buffer.device)
         for column, num_bytes in enumerate(MEASURED_BYTES):
             x = torch.zeros_like(self.buffer[: num_bytes // self.buffer.element_size()])

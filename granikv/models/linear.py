@@ -58,18 +58,18 @@ class Linear:
 
     def partial_sums(self, x: torch.Tensor) -> torch.Tensor:
         """The product of a few rows as add_rms_norm takes it: [T, M], or fp32 parts [S, T, M]."""
-        if self._is_skinny(x):
+        if self._is_skinny(x, gated=False):
             return _skinny().partial_sums(x, self.weight)
         return self(x)
 
     def gated(self, x: torch.Tensor, fp8: Fp8Input | None = None) -> Any:
         """weight [2 F, N], gate first: silu_mul of the product of a few rows, [T, F]."""
-        if fp8 is None and self._is_skinny(x):
+        if fp8 is None and self._is_skinny(x, gated=True):
             return _skinny().gated(x, self.weight)
         return silu_mul(self(x), fp8)
 
-    def _is_skinny(self, x: torch.Tensor) -> bool:
-        return x.is_cuda and self.bias is None and _skinny().takes(x, self.weight)
+    def _is_skinny(self, x: torch.Tensor, gated: bool) -> bool:
+        return x.is_cuda and self.bias is None and _skinny().takes(x, self.weight, gated)
 
     def in_fp32(self, x: torch.Tensor) -> torch.Tensor:
         """The same in float32. On a GPU the product itself writes it, from its fp32 sums."""

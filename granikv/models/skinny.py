@@ -31,6 +31,8 @@ from granikv.attention.plan_buffers import sm_count
 CAPABILITIES = ((9, 0),)  # where it was measured
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_ROWS = 128  # at 256 cuBLAS is faster
+LEAST_ROWS_OF_128 = 112  # tiles of 128 columns with so few in use lose 10 to 20%
+LEAST_FILL = 0.84  # of the SMs' turns; 0.82 lost 5 to 30% (Qwen2.5-14B over two ranks), 0.85 won
 BLOCK_N = 64
 PREFETCH_TOKENS = 256  # columns of a block's weights, asked of the L2 ahead
 SHARED_BYTES = 220 * 1024
@@ -92,8 +94,9 @@ def skinny_kernel(
     tl.store(y_ptr + to, acc.to(y_ptr.dtype.element_ty), mask=(t < T)[None, :])
 
 
-def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernel serves x [T, K] and weight [N, K] (or [2 N, K]) on their GPU."""
+def takes(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> bool:
+    """Whether the kernel serves x [T, K] and weight [N, K] (gated: [2 N, K]) on their GPU, and was
+    faster there."""
     return (
         x.is_cuda
         and 0 < x.shape[0] <= MAX_ROWS
@@ -103,7 +106,22 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and weight.shape[0] % (2 * BLOCK_N) == 0
         and weight.shape[1] % PREFETCH_TOKENS == 0
         and _capability(x.device) in CAPABILITIES
+        and _fills(x.shape[0], weight, gated, sm_count(x.device))
     )
+
+
+def _fills(rows: int, weight: torch.Tensor, gated: bool, num_sms: int) -> bool:
+    """Whether the tiles have rows and the SMs have blocks: cuBLAS is faster with fewer of either."""
+    blocks = weight.shape[0] // BLOCK_N
+    if gated:
+        tile, num_blocks = tile_of(rows, blocks // 2, weight.shape[1], weights=2), blocks // 2
+    else:
+        tile = tile_of(rows, blocks, weight.shape[1], num_sms=num_sms)
+        num_blocks = blocks * tile.split
+    if tile.block_t > 64 and rows <= LEAST_ROWS_OF_128:
+        return False
+    waves = -(-num_blocks // num_sms)
+    return num_blocks >= LEAST_FILL * waves * num_sms
 
 
 def partial_sums(x: torch.Tensor, weight: torch.Tensor, tile: Tile | None = None) -> torch.Tensor:

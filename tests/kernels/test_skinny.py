@@ -86,18 +86,39 @@ def test_other_devices_keep_their_product():
     assert not skinny.takes(x.bfloat16(), weight.bfloat16())
 
 
+def test_only_full_waves_of_blocks_and_full_tiles_are_taken():
+    """Llama-3.1-8B's products, and Qwen2.5-14B's over two ranks, as measured on an H200."""
+    fills = {
+        (4096, 4096, False): True, (4096, 14336, False): True, (28672, 4096, True): True,
+        (5120, 2560, False): False, (5120, 6912, False): False, (13824, 5120, True): False,
+    }  # fmt: skip
+    for (width, depth, gated), want in fills.items():
+        weight = torch.empty(width, depth, dtype=torch.bfloat16, device="meta")
+        for rows in (1, 32, 64, 128):
+            assert skinny._fills(rows, weight, gated, 132) == want, (rows, width, depth)
+        assert not skinny._fills(96, weight, gated, 132)
+
+
 @needs_hopper
-@pytest.mark.parametrize("rows", [1, 8, 33, 128])
+@pytest.mark.parametrize("rows", [1, 8, 33, 96, 128])
 def test_full_sizes(rows):
     for width, depth in ((4096, 14336), (5120, 5120)):
         x, weight = made(rows, width, depth, torch.bfloat16)
-        linear = Linear(weight)
-        assert skinny.takes(x, weight)
-        parts = linear.partial_sums(x)
+        parts = skinny.partial_sums(x, weight)
         assert parts.dim() == 3
         assert error(parts.sum(0), x.float() @ weight.float().t()) < 1e-3
-        assert torch.equal(parts, linear.partial_sums(x))
-        assert error(linear.gated(x), silu_of(x, weight)) < 1e-2
+        assert torch.equal(parts, skinny.partial_sums(x, weight))
+        assert error(skinny.gated(x, weight), silu_of(x, weight)) < 1e-2
+
+
+@needs_hopper
+def test_a_linear_takes_it():
+    x, weight = made(8, 4096, 14336, torch.bfloat16)
+    assert skinny.takes(x, weight)
+    assert torch.equal(Linear(weight).partial_sums(x), skinny.partial_sums(x, weight))
+    x, weight = made(64, 28672, 256, torch.bfloat16)
+    assert skinny.takes(x, weight, gated=True)
+    assert torch.equal(Linear(weight).gated(x), skinny.gated(x, weight))
 
 
 @needs_hopper

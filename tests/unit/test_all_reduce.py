@@ -18,21 +18,21 @@ from granikv.executor.all_reduce import (
 
 TABLE = ReduceTable(
     (1024, 65536, 2**20),
-    {"nccl": [9.0, 9.0, 9.0], "one_shot": [1.0, 8.0, 30.0], "two_shot": [2.0, 3.0, 10.0]},
+    {"nccl": [9.0, 9.0, 9.0], "two_shot": [2.0, 3.0, 10.0]},
 )
 
 
 def test_the_fastest_of_the_next_larger_size_is_taken():
     sizes = (64, 1024, 1088, 65536, 2**20, 2**22)
-    expected = ["one_shot", "one_shot", "two_shot", "two_shot", "nccl", "nccl"]
+    expected = ["two_shot", "two_shot", "two_shot", "two_shot", "nccl", "nccl"]
     assert [choose("auto", TABLE, size, 4) for size in sizes] == expected
 
 
 @pytest.mark.parametrize("num_bytes", [BUFFER_BYTES + 128, 72, 16])
 def test_what_the_kernels_cannot_take_goes_by_nccl(num_bytes):
     """Too long, not aligned, and no equal parts for four ranks."""
-    assert choose("one_shot", None, num_bytes, 4) == "nccl"
-    assert choose("one_shot", None, 128, 4) == "one_shot"
+    assert choose("two_shot", None, num_bytes, 4) == "nccl"
+    assert choose("two_shot", None, 128, 4) == "two_shot"
 
 
 def test_peers_need_access_both_ways_a_dtype_and_a_number_of_ranks():
@@ -60,17 +60,17 @@ def test_fused_sums_leave_the_rest_to_nccl():
 
 def test_all_reduce_kernels_are_known_by_name():
     times = [("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)", 3.0), ("sm90_gemm", 90.0),
-             ("void one_shot_all_reduce_kernel<...>", 2.0), ("ncclDevKernel_SendRecv", 7.0),
+             ("void two_shot_all_reduce_kernel<...>", 2.0), ("ncclDevKernel_SendRecv", 7.0),
              ("rank_sum_norm_kernel", 4.0)]  # fmt: skip
     assert all_reduce_s(times) == pytest.approx(9e-6)
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"all_reduce": "ring"}, {"all_reduce": "auto"}, {"all_reduce": "auto", "tp": 2, "device": "cpu"},
-     {"all_reduce": "one_shot", "tp": 2, "executor": "tensorrt", "engine_dir": "x", "plugin": "x"}],
+    [{"all_reduce": "ring"}, {"all_reduce": "fused"}, {"all_reduce": "fused", "tp": 2, "device": "cpu"},
+     {"all_reduce": "two_shot", "tp": 2, "executor": "tensorrt", "engine_dir": "x", "plugin": "x"}],
 )  # fmt: skip
 def test_a_choice_that_would_change_nothing_is_refused(fields):
     with pytest.raises(InvalidArgument, match="all_reduce"):
         EngineConfig(**fields)
-    assert EngineConfig(all_reduce="auto", tp=2).all_reduce == "auto"
+    assert EngineConfig(all_reduce="fused", tp=2).all_reduce == "fused"
