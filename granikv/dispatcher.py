@@ -17,7 +17,16 @@ from granikv.attention.splits import PlanCutter
 from granikv.cache.manager import CacheManager
 from granikv.cache.prefix_tree import Node
 from granikv.cache.spans_in_use import SlotWrite
-from granikv.core import Batch, Choice, Count, Move, Request, SpanKind, StepPlan
+from granikv.core import (
+    Batch,
+    Choice,
+    Count,
+    Move,
+    Request,
+    ScheduledExtend,
+    SpanKind,
+    StepPlan,
+)
 from granikv.cost_model import CostModel
 from granikv.decode_spans import DecodeSpans
 from granikv.gpu_cost_model import GpuCostModel
@@ -74,25 +83,27 @@ class Dispatcher:
 
     def plan(self, step_id: int, batch: Batch, moves: list[Move]) -> StepPlan:
         """The step of a batch whose requests hold their rows; `moves` come first in it."""
-        visible = batch.decode_positions + 1
-        spans = self._decode_spans(batch, visible)
+        spread, extends = self._spread(batch)
+        visible = _join(batch.decode_positions, [_positions(e) for e in spread]) + 1
+        spans = self._decode_spans(batch, spread, visible)
+        num_decode_rows = len(visible)
         cold_items, tokens_read, tokens_flat = spans.cold_items(visible)
         items = _Items(
             spans.hot_items, spans.hot_rows, cold_items, spans.merge_indptr, spans.merge_partials,
             spans.num_partials, "",
         )  # fmt: skip
         if self.cutter is not None:
-            items = _cut(self.cutter, items, len(batch.decodes))
-        qo_indptr, extend_indptr, segments = _extend_segments(self.cache, batch)
+            items = _cut(self.cutter, items, num_decode_rows)
+        qo_indptr, extend_indptr, segments = _extend_segments(self.cache, extends, num_decode_rows)
         _name_paths([extend.request for extend in batch.extends], spans.main_variant)
-        sample_rows, sample_requests = _sample_rows(batch, qo_indptr)
+        sample_rows, sample_requests = _sample_rows(batch.decodes, [*spread, *extends])
         slot_writes = _slot_writes(self.cache.take_slot_writes())
         num_rows = int(qo_indptr[-1])
         counts = np.zeros(16, np.int32)
         for key, value in (
             (Count.NUM_ROWS, num_rows),
-            (Count.NUM_DECODE_ROWS, len(batch.decodes)),
-            (Count.NUM_EXTEND_REQUESTS, len(batch.extends)),
+            (Count.NUM_DECODE_ROWS, num_decode_rows),
+            (Count.NUM_EXTEND_REQUESTS, len(extends)),
             (Count.NUM_HOT_ITEMS, len(items.hot_items)),
             (Count.NUM_HOT_ROWS, len(items.hot_rows)),
             (Count.NUM_COLD_ITEMS, len(items.cold_items)),
@@ -102,22 +113,19 @@ class Dispatcher:
             (Count.NUM_SLOT_WRITES, len(slot_writes)),
         ):
             counts[key] = value
-        extends = batch.extends
+        in_order = [*spread, *extends]
         return StepPlan(
             step_id=step_id,
             counts=counts,
             row_token=_join(
                 _decode_tokens(batch),
-                [_row_tokens(e.request, e.start, e.num_tokens) for e in extends],
+                [_row_tokens(e.request, e.start, e.num_tokens) for e in in_order],
             ),
             row_request=_join(
                 spans.row_request, [np.full(e.num_tokens, e.request.row, np.int32) for e in extends]
             ),
-            row_position=_join(
-                batch.decode_positions,
-                [np.arange(e.start, e.start + e.num_tokens, dtype=np.int32) for e in extends],
-            ),
-            slot_mapping=_join(batch.decode_slots, [e.slots for e in extends]),
+            row_position=_join(batch.decode_positions, [_positions(e) for e in in_order]),
+            slot_mapping=_join(batch.decode_slots, [e.slots for e in in_order]),
             hot_items=items.hot_items,
             hot_rows=items.hot_rows,
             cold_items=items.cold_items,
@@ -139,13 +147,50 @@ class Dispatcher:
             kv_tokens_flat=tokens_flat,
         )
 
-    def _decode_spans(self, batch: Batch, visible: np.ndarray) -> DecodeSpans:
+    def _spread(self, batch: Batch) -> tuple[list[ScheduledExtend], list[ScheduledExtend]]:
+        """Extends of which each row decodes, and the others.
+
+        A few rows behind a long HOT prefix leave most of a GPU idle as an extend, which takes its
+        keys one after another; as rows of the prefix's group they read it cut into pieces.
+        """
+        if self.cutter is None or not batch.extends:
+            return [], batch.extends
+        spread: list[ScheduledExtend] = []
+        rest: list[ScheduledExtend] = []
+        left = self.cutter.max_partials // 4  # partial states; the decodes have theirs
+        for extend in batch.extends:
+            path = self.cache.hot_path(extend.request)
+            states = extend.num_tokens * (len(path) + 1)
+            if states <= left and self._pays_spread(extend, path[-1].end if path else 0):
+                left -= states
+                spread.append(extend)
+            else:
+                rest.append(extend)
+        return spread, rest
+
+    def _pays_spread(self, extend: ScheduledExtend, hot_end: int) -> bool:
+        """hot_end: tokens of the HOT path; every row has to see all of them."""
+        assert self.cutter is not None and isinstance(self.cost, GpuCostModel)
+        rows, start = extend.num_tokens, extend.start
+        if not 0 < hot_end <= start + 1:
+            return False
+        own_tokens = rows * (start - hot_end) + rows * (rows + 1) // 2
+        spread_us = self.cost.hot_us("gemm", rows, hot_end) + self.cost.read_us(own_tokens)
+        spread_us += 2 * self.cost.merge_us(rows)
+        return spread_us < self.cost.extend_us(rows, start + rows, self.cutter.num_sms)
+
+    def _decode_spans(
+        self, batch: Batch, spread: list[ScheduledExtend], visible: np.ndarray
+    ) -> DecodeSpans:
         """The last step's spans where they still hold, else new ones."""
         version = (batch.running_version, self.cache.tree.version)
         spans = self._spans
-        if spans is None or not spans.fits(batch.decodes, visible, version):
-            paths, path_of_row = self.cache.tree.hot_paths(_leaf(r) for r in batch.decodes)
-            spans = DecodeSpans(batch.decodes, visible, paths, path_of_row, self._cheapest, version)
+        requests = batch.decodes
+        if spread:
+            requests = [*requests, *(e.request for e in spread for _ in range(e.num_tokens))]
+        if spans is None or not spans.fits(requests, visible, version):
+            paths, path_of_row = self.cache.tree.hot_paths(_leaf(r) for r in requests)
+            spans = DecodeSpans(requests, visible, paths, path_of_row, self._cheapest, version)
             self._spans = spans
             _name_paths(batch.decodes, spans.main_variant)
             for c in spans.choices if log.isEnabledFor(logging.DEBUG) else ():
@@ -189,14 +234,20 @@ def _row_tokens(request: Request, start: int, count: int) -> np.ndarray:
     return np.concatenate([known, np.full(count - len(known), -1, np.int32)])
 
 
-def _sample_rows(batch: Batch, qo_indptr: np.ndarray) -> tuple[np.ndarray, list[Request]]:
-    """Rows whose logits are sampled: every decode row, and the last row of a finished prompt."""
-    rows = np.arange(len(batch.decodes), dtype=np.int32)
-    if not batch.extends:
-        return rows, batch.decodes
-    ends = [i for i, extend in enumerate(batch.extends) if extend.samples]
-    requests = [*batch.decodes, *(batch.extends[i].request for i in ends)]
-    return np.concatenate([rows, qo_indptr[1:][ends] - 1]), requests
+def _sample_rows(
+    decodes: list[Request], extends: list[ScheduledExtend]
+) -> tuple[np.ndarray, list[Request]]:
+    """Rows whose logits are sampled: every decode row, and the last row of a finished prompt.
+
+    extends: in the order of their rows, which follow those of the decodes.
+    """
+    rows = np.arange(len(decodes), dtype=np.int32)
+    if not extends:
+        return rows, decodes
+    ends = len(decodes) + np.cumsum([extend.num_tokens for extend in extends])
+    sampled = [i for i, extend in enumerate(extends) if extend.samples]
+    requests = [*decodes, *(extends[i].request for i in sampled)]
+    return np.concatenate([rows, ends[sampled].astype(np.int32) - 1]), requests
 
 
 def _slot_writes(writes: list[SlotWrite]) -> np.ndarray:
@@ -213,11 +264,11 @@ def _slot_writes(writes: list[SlotWrite]) -> np.ndarray:
 
 
 def _extend_segments(
-    cache: CacheManager, batch: Batch
+    cache: CacheManager, extends: list[ScheduledExtend], num_decode_rows: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    qo_indptr, indptr = [len(batch.decodes)], [0]
+    qo_indptr, indptr = [num_decode_rows], [0]
     segments: list[tuple[int, ...]] = []
-    for extend in batch.extends:
+    for extend in extends:
         visible, hot_end = extend.start + extend.num_tokens, 0
         for node in cache.hot_path(extend.request):
             length = min(node.end, visible) - node.start
@@ -236,6 +287,10 @@ def _extend_segments(
         np.asarray(indptr, np.int32),
         np.asarray(segments, np.int32).reshape(-1, 8),
     )
+
+
+def _positions(extend: ScheduledExtend) -> np.ndarray:
+    return np.arange(extend.start, extend.start + extend.num_tokens, dtype=np.int32)
 
 
 def _join(decodes: np.ndarray, extends: list[np.ndarray]) -> np.ndarray:

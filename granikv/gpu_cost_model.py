@@ -110,6 +110,14 @@ class GpuCostModel:
         compute_us = flops / (self.profile[f"{variant}_tflops"] * 1e6)
         return max(self.read_us(kv_len), compute_us) + self.profile["item_us"]
 
+    def extend_us(self, num_rows: int, visible: int, num_sms: int) -> float:
+        """Rows of one request in one pass over the tokens that they see: a block for each tile of
+        128 stacked rows and KV head, which takes the keys one after another."""
+        model = self.model
+        blocks = -(-num_rows * model.gqa_group_size // 128) * model.num_kv_heads
+        flops = 4 * 128 * model.head_dim * visible
+        return -(-blocks // num_sms) * flops * num_sms / (self.profile["gemm_tflops"] * 1e6)
+
     def merge_us(self, num_rows: int) -> float:
         """One more partial state per row."""
         return num_rows * self.model.num_qo_heads * self.profile["merge_ns"] / 1e3

@@ -199,13 +199,14 @@ class PlanBuffers:
 
 def default_capacities(max_requests: int, shape: AttentionShape) -> PlanCapacities:
     """Sizes for max_requests decode rows and 8,192 rows of a step."""
+    max_partials = max(4096, 8 * max_requests)
     return PlanCapacities(
         max_requests=max_requests,
         max_rows=max(8192, max_requests),
         max_hot_items=4096,
-        max_hot_rows=8 * max_requests,
+        max_hot_rows=max_partials,  # each has a partial state
         max_cold_items=max(4096, 4 * max_requests),
-        max_partials=max(4096, 8 * max_requests),
+        max_partials=max_partials,
         max_extend_segments=16 * max_requests,
         max_slot_writes=1,
     )

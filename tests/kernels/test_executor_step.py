@@ -19,6 +19,8 @@ from reference_logits import record_logits
 from tiny_engine import assert_matched, run, tokens
 
 from granikv.config import EngineConfig
+from granikv.core import Count
+from granikv.dispatcher import Dispatcher
 from granikv.engine import Engine
 from granikv.executor.cuda_executor import CudaExecutor, row_bucket
 from granikv.models import load_model
@@ -56,15 +58,31 @@ def make_gpu_engine(models, async_depth=1, **settings):
 
 
 @pytest.mark.timeout(280)
-def test_engine_equals_transformers(models):
+@pytest.mark.parametrize("spreads", [False, True], ids=["extends", "spread"])
+def test_engine_equals_transformers(models, spreads, monkeypatch):
+    """spread: rows behind a shared prefix decode, as they do behind a long one."""
+    monkeypatch.setattr(
+        Dispatcher,
+        "_pays_spread",
+        lambda self, extend, hot_end: spreads and 0 < hot_end <= extend.start + 1,
+    )
     shared, group = tokens(1, 40), tokens(2, 24)
     prompts = [shared + group + tokens(3, 5), shared + group + tokens(4, 2), shared, tokens(5, 3)]
     engine = make_gpu_engine(models)
+    spread, plan = [], engine.dispatcher.plan
+
+    def watched(step_id, batch, moves):
+        made = plan(step_id, batch, moves)
+        spread.append(int(made.counts[Count.NUM_DECODE_ROWS]) - len(batch.decodes))
+        return made
+
+    engine.dispatcher.plan = watched
     for _ in range(2 if ON_GPU else 1):
         made, _ = run(engine, prompts, max_tokens=12 if ON_GPU else 3)
         for prompt, got in zip(prompts, made, strict=True):
             assert_matched(models, next(iter(models)), prompt, got)
     assert engine.cache.counters["extents"] >= 1
+    assert (sum(spread) > 0) == spreads
     if ON_GPU:
         counts = engine.executor.graph_counts
         assert counts.replays > counts.eager_decodes
