@@ -1,6 +1,6 @@
 """Latencies of an engine: first token of a long prompt, tokens beside a prefill, streams, idle GPU.
 
-    ttft     cold, shared cold (requests that arrive together) and warm, against uniform paging;
+    ttft     cold, shared cold (requests that arrive together), warm and hot, against uniform paging;
              the prefill's rate as a share of the matrix rate measured in the same run
     itl      inter-token latency of decoding requests while one long prompt is prefilled
     streams  decoding requests through the engine process and its sender, against this process

@@ -16,7 +16,8 @@ from granikv.errors import InvalidArgument
 
 AIM_MATMUL_SHARE = 0.55  # of the measured matrix rate, by a 16K prefill
 AIM_ITL_STEPS, AIM_ITL_MS = 3, 25.0  # p99 beside a prefill: so many decode steps, and so much
-KINDS = ("cold", "shared-cold", "warm")
+KINDS = ("cold", "shared-cold", "warm", "hot")  # hot: after another request has decoded behind it
+DECODED_TOKENS = 16  # in which a prefix that came back is moved to an extent
 
 Found = tuple[list[float], int]  # seconds of each request, tokens computed for all
 
@@ -43,7 +44,7 @@ def run_ttft(session: Session) -> list[Case]:
         del uniform
         release_gpu_memory()
     cases = []
-    for kind, batch in zip(KINDS, (1, session.config.together, 1), strict=True):
+    for kind, batch in zip(KINDS, (1, session.config.together, 1, 1), strict=True):
         ours, other = (_ttft_metrics(kinds[kind]) for kinds in found.values())
         ratio = other["ttft_ms"] / ours["ttft_ms"]
         cases.append(
@@ -60,23 +61,27 @@ def _ttft_rounds(
         e.name: {kind: [] for kind in KINDS} for e in engines
     }
     for index in range(-1, session.config.repeats):  # the round before the first compiles
-        first, second = session.prompts(2)
+        first, second, third, last = session.prompts(4)
         group = session.prompts(session.config.together)
         for engine in engines if index % 2 else engines[::-1]:
             session.progress(f"ttft {engine.name}")
-            for kind, prompts in zip(KINDS, ([first], group, [second]), strict=True):
+            for kind, prompts in zip(KINDS, ([first], group, [second], [last]), strict=True):
+                if kind == "hot":
+                    first_token_times(engine, [third], DECODED_TOKENS)
                 times = first_token_times(engine, prompts)
                 if index >= 0:
                     found[engine.name][kind].append(times)
     return found
 
 
-def first_token_times(contender: EngineContender, prompts: list[list[int]]) -> Found:
-    """Of prompts that arrive together."""
+def first_token_times(
+    contender: EngineContender, prompts: list[list[int]], num_tokens: int = 1
+) -> Found:
+    """Of prompts that arrive together, of which each decodes to num_tokens."""
     timed = TimedEngine(contender.engine)
     counters = contender.engine.counters
     before = counters["cached_tokens"]
-    requests = [timed.add(prompt, 1) for prompt in prompts]
+    requests = [timed.add(prompt, num_tokens) for prompt in prompts]
     timed.run_until(lambda: all(request.finished for request in requests))
     timed.clear()
     cached = counters["cached_tokens"] - before

@@ -54,6 +54,7 @@ def test_the_shared_prefix_of_a_cold_start_is_computed_once(settings):
     prefix, suffix = SMALL.prefix_len, SMALL.suffix_len
     for kind, computed in (
         ("cold", prefix + suffix), ("shared-cold", prefix + 4 * suffix), ("warm", suffix),
+        ("hot", suffix),
     ):  # fmt: skip
         case = cases[f"ttft-{kind}"]
         assert case.baseline == "uniform-paging"
