@@ -68,7 +68,7 @@ serve: $(VENV)/.ok   ## the server in the foreground: HTTP 8000, gRPC 8001 (SERV
 	$(PY) -m granikv.cli serve $(SERVE_OPTIONS)
 
 test: $(VENV)/.dev $(VENV)/.plugin   ## all tests; the last line is pytest's
-	$(PY) -m pytest tests -q
+	$(PY) -m pytest tests -q -rs
 
 lint: $(VENV)/.dev   ## ruff, clang-format, file sizes
 	$(VENV)/bin/ruff check .

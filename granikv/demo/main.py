@@ -116,6 +116,10 @@ def _run_demo(short: bool, folder: Path, console: Console) -> int:
         "passed": matched and not failed,
     }
     print_table(runs, console)
+    if short:
+        console.print(
+            "The short demo checks answers; too small to compare speed: `make demo` does."
+        )
     for response in failed:
         console.print(f"{response.agent}, round {response.round_index + 1}: {response.error}")
     for d in differences:

@@ -67,6 +67,9 @@ class GGUFFile:
         self.path = path
         try:
             self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
+        except FileNotFoundError:
+            expected = "a GGUF file or a folder with config.json and *.safetensors"
+            raise ModelFileError(f"{path}: expected {expected}, found nothing") from None
         except (OSError, ValueError) as error:  # ValueError: an empty file
             raise ModelFileError(f"{path}: expected a GGUF file: {error}") from error
         self._view, self._at = self._bytes.data, 0

@@ -6,6 +6,7 @@ The interpreter is chosen when Triton is imported, and other tests of this proce
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -18,3 +19,13 @@ elif torch.cuda.is_available():
     collect_ignore = [RUNNER]
 else:
     collect_ignore = sorted(FILES - {RUNNER, COMPILED})
+
+
+def pytest_collection_modifyitems(items):
+    """Files named on the command line are collected whatever collect_ignore says."""
+    if INTERPRETED or torch.cuda.is_available():
+        return
+    reason = "needs a GPU, or TRITON_INTERPRET=1 in the environment of a pytest of its own"
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.path.name not in (RUNNER, COMPILED):
+            item.add_marker(pytest.mark.skip(reason=reason))
