@@ -22,6 +22,9 @@ from tiny_engine import (
 from granikv.core import FinishReason
 from granikv.errors import AlreadyExists, Unsupported
 from granikv.sampling_params import SamplingParams
+from granikv.serving.engine_process import to_wire
+from granikv.serving.request_inputs import Row
+from granikv.serving.response_outputs import response_arrays
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -129,21 +132,43 @@ def test_batch_of_33_ragged(models):
 
 
 @pytest.mark.parametrize("async_depth", [0, 1])
-def test_c73_preemption_is_not_counted_as_a_hit(models, async_depth):
-    prompts = [tokens(400 + i, 30) for i in range(6)]
-    engine = make_engine(models, capacity_tokens=150, async_depth=async_depth)
+@pytest.mark.parametrize(
+    "lengths,chunk", [([30] * 6, 64), ([20, 20, 90], 8)], ids=["decoding", "before_a_token"]
+)
+def test_c73_preemption_is_not_counted_as_a_hit(models, lengths, chunk, async_depth):
+    """Nor told to the client, although a request that comes back finds some of its own KV."""
+    prompts = [tokens(400 + i, n) for i, n in enumerate(lengths)]
+    sizes = {"capacity_tokens": 150, "max_num_batched_tokens": chunk}
+    engine = make_engine(models, **sizes, async_depth=async_depth)
     schedule, num_rows = engine.scheduler.schedule, []
+    preempt, made_before = engine.scheduler._preempt, []
+    step, finals = engine.step, []
 
     def counting(*args, **kwargs):
         batch = schedule(*args, **kwargs)
         num_rows.append(batch.num_rows)
         return batch
 
-    engine.scheduler.schedule = counting
+    def noting(request):
+        made_before.append(len(request.output_token_ids))
+        preempt(request)
+
+    def keeping():
+        outputs = step()
+        finals.extend(out for out in outputs if out.finished)
+        return outputs
+
+    engine.scheduler.schedule, engine.scheduler._preempt = counting, noting
+    engine.step = keeping
     made, _ = run(engine, prompts, max_tokens=40)
-    assert engine.scheduler.num_preemptions > 0
+    assert made_before and (min(made_before) == 0) == (chunk < min(lengths))
     assert engine.counters["cached_tokens"] == 0
-    again = sum(num_rows) - len(prompts) * (30 + 40 - 1)  # the last token is never an input
+    assert [out.num_cached_tokens for out in finals] == [0] * len(prompts)
+    for out in finals:
+        arrays = response_arrays(to_wire(out), Row("", {}, returns={"perf_metrics": True}), 0, True)
+        assert arrays["cached_tokens"] == arrays["kv_cache_reused_blocks"] == 0
+    # the last token is never an input
+    again = sum(num_rows) - sum(lengths) - len(prompts) * (40 - 1)
     assert engine.counters["recomputed_tokens"] == again > 0
     for prompt, got in zip(prompts, made, strict=True):
         assert_matched(models, ARCHS[0], prompt, got)
@@ -251,6 +276,36 @@ def test_c35_a_live_id_is_refused_and_the_first_is_unharmed(models):
         made += [t for out in engine.step() for t in out.token_ids]
     made.logits = engine.recorded_logits["same"]
     assert_matched(models, ARCHS[0], prompt, made)
+    check_clean(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("async_depth", [0, 1])
+def test_c41_cancel_with_log_probs(models, async_depth):
+    engine = make_engine(models, async_depth=async_depth)
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=0)
+    prompts = {"gone": tokens(50, 20), "stays": tokens(51, 20)}
+    made, logprobs = {name: Made() for name in prompts}, {name: [] for name in prompts}
+    finals = {}
+    for name, prompt in prompts.items():
+        engine.add_request(name, prompt, params)
+    is_cancelled = False
+    while engine.has_work():
+        for out in engine.step():
+            made[out.request_id] += out.token_ids
+            logprobs[out.request_id] += out.logprobs
+            if out.finished:
+                finals[out.request_id] = out
+        if len(made["gone"]) == 4 and not is_cancelled:
+            is_cancelled = engine.abort("gone")
+            assert is_cancelled
+    reasons = {name: out.finish_reason for name, out in finals.items()}
+    assert reasons == {"gone": FinishReason.CANCELLED, "stays": FinishReason.LENGTH}
+    for name, count in (("gone", 4), ("stays", 12)):
+        assert finals[name].error is None and len(made[name]) == len(logprobs[name]) == count
+        assert finals[name].cum_logprob == pytest.approx(sum(logprobs[name]))
+    made["stays"].logits = engine.recorded_logits["stays"]
+    assert_matched(models, ARCHS[0], prompts["stays"], made["stays"])
     check_clean(engine)
     engine.close()
 

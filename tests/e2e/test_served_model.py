@@ -16,7 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
 from grpc_stream import Stream
-from http_text import post
+from http_text import post, wait_until
 
 from granikv.chat import Chat, local_answer
 from granikv.text import load_tokenizer
@@ -90,6 +90,62 @@ def test_c40_cancel_stops_generation_and_frees_the_slots(server):
     time.sleep(1.0)
     assert metric(server, "nv_granikv_generated_tokens") == made
     assert metric(server, "nv_granikv_running_requests") == 0
+
+
+def test_c41_cancel_with_log_probs(server):
+    pids, series = dict(server.pids), 'nv_granikv_finished{reason="cancelled"}'
+    cancelled, made = metric(server, series), 0
+    stream = Stream(server.address.grpc_url)
+    values = {"max_tokens": 3000, "end_id": -1, "stream": True, "return_log_probs": True}
+    quick = {"max_tokens": 2, "stream": False}
+    stream.send("logs", text_input="Count:", **values)
+    while made < 4:
+        _, answer = stream.receive(30)
+        made += answer.last["output_log_probs"].size
+    stream.close(cancel=True)
+    _, error = stream.arrivals.queue[-1]
+    assert error.status() == "StatusCode.CANCELLED"
+    assert wait_until(lambda: metric(server, series) == cancelled + 1, 10)
+    with Stream(server.address.grpc_url) as stream:
+        answer = stream.ask("after", 30, text_input="Count:", **values | quick)
+    assert not answer.errors and answer.last["output_log_probs"].shape == (1, 1, 2)
+    assert server.pids == pids
+
+
+@pytest.mark.parametrize("salt,other", [("mine", "yours"), ("mine too", "")])
+def test_c08_a_prompt_is_shared_within_its_salt_only(server, salt, other):
+    text = f"{salt}: {HANDBOOK[:700]}"
+    fields = {"text_input": text, "max_tokens": 1}
+    with Stream(server.address.grpc_url) as stream:
+        cached = []
+        for i, name in enumerate([salt, salt, other, other]):
+            origin = {"cache_salt": name} if name else {}
+            answer = stream.ask(f"salt{i}", 30, **fields, **origin)
+            assert not answer.errors
+            cached.append(int(answer.last["cached_tokens"].item()))
+    num_tokens = int(answer.last["num_input_tokens"].item())
+    assert cached == [0, num_tokens - 1] * 2
+
+
+def test_c53_an_over_long_text_is_refused_with_both_numbers(server):
+    """Of 4096 tokens. Ten times that is not encoded in full, since all others would wait."""
+    url = f"{server.address.http_url}/v2/models/granikv/generate"
+    assert post(url, {"text_input": "Say it.", "max_tokens": 1}, 60)[0] == 200
+    time.sleep(0.5)  # metrics follow the engine by up to a report's interval
+    names = ("nv_granikv_requests", "nv_granikv_used_tokens")
+    pids, before = dict(server.pids), [metric(server, name) for name in names]
+    limit = "INVALID_ARG: text_input: expected fewer than 4096 tokens (the context)"
+    given = {" a" * 4096: "got 4096 tokens", " a" * 4097: "got 4097 tokens"}
+    given |= {" a" * 40960: "got more than 4096 tokens", "a" * 10**6: "got 1000000 bytes"}
+    for text, words in given.items():
+        status, answer = post(url, {"text_input": text, "max_tokens": 1})
+        assert status >= 400 and limit in answer and words in answer, answer
+    with Stream(server.address.grpc_url) as stream:
+        (error,) = stream.ask("long", text_input=" a" * 40960, max_tokens=1).errors
+    assert limit in error and "got more than 4096 tokens" in error
+    time.sleep(0.5)
+    assert [metric(server, name) for name in names] == before and all(before)
+    assert server.pids == pids
 
 
 def test_c59_one_bad_length_among_seven_good(server):

@@ -29,6 +29,8 @@ def is_idle(server) -> bool:
 
 
 def test_c35_second_request_with_a_live_id_is_refused(server):
+    time.sleep(0.5)  # metrics are written 5 times a second: what other tests made is in
+    made = metric(server, "nv_granikv_generated_tokens")
     with Stream(server.address.grpc_url) as first, Stream(server.address.grpc_url) as second:
         text = b"a b c step_ms=20"
         first.send("same", text_input=text, max_tokens=30, stream=True)
@@ -39,7 +41,31 @@ def test_c35_second_request_with_a_live_id_is_refused(server):
         assert answer.text.split() == [("a", "b", "c", "step_ms=20")[i % 4] for i in range(30)]
         del first.answers["same"]
         assert first.ask("same", **QUICK).text == "a b c "
-    assert all(value >= 0 for value in read_metrics(server.address.metrics_url).values())
+    assert wait_until(lambda: metric(server, "nv_granikv_generated_tokens") == made + 30 + 3)
+    time.sleep(0.5)  # gauges of the time after the requests
+    series = read_metrics(server.address.metrics_url)
+    assert not {name: value for name, value in series.items() if value < 0}
+    assert series["nv_granikv_serving_live_calls"] == series["nv_granikv_serving_live_rows"] == 0
+
+
+@pytest.mark.parametrize("end", ["stop", "cancel"])
+def test_c35_the_first_can_be_ended_after_the_refusal(server, end):
+    assert wait_until(lambda: is_idle(server))
+    aborted = metric(server, "nv_granikv_aborted")
+    with Stream(server.address.grpc_url) as first, Stream(server.address.grpc_url) as second:
+        first.send("same", **LONG, stream=True)
+        first.receive()
+        assert "ALREADY_EXISTS" in second.ask("same", **QUICK).errors[0]
+        if end == "stop":
+            assert second.ask("same", text_input=b"", max_tokens=1, stop=True).texts == []
+            answer = first.wait("same")
+            assert answer.last["finish_reason"][0, 0] == b"cancelled"
+            assert int(answer.last["num_output_tokens"][0, 0]) < LONG["max_tokens"]
+        else:
+            first.close(cancel=True)
+        assert wait_until(lambda: metric(server, "nv_granikv_aborted") == aborted + 1, 3)
+    assert wait_until(lambda: is_idle(server))
+    assert ask(server.address.grpc_url, **QUICK).text == "a b c "
 
 
 def test_c37_ten_streams_with_500_ids_answer_each_once(server):

@@ -264,7 +264,8 @@ def test_c20_merge_of_empty_states():
     assert torch.equal(got_o, zero) and torch.equal(got_lse, empty)
 
 
-def test_c20_row_without_partials_gives_zero():
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_c20_row_without_partials_gives_zero(kernel):
     b = Bench((4, 2))
     rows = [Row([(0, 0, 300)], b.slots(4)), Row([(0, 0, 300)], b.slots(2))]
     plan = build_plan(rows, HotVariant.GEMM, b.request_slots)
@@ -273,9 +274,29 @@ def test_c20_row_without_partials_gives_zero():
     b.k[1, torch.from_numpy(rows[0].slots).long()] = 1.0
     b.v[1, torch.from_numpy(rows[0].slots).long()] = 1.0
     attention = CpuAttention(b.config, b.k, b.v, b.request_slots)
+    attention.use_native = kernel == "native"
     attention.prepare(plan)
     out = attention.run(1, torch.ones(2, 4, DIM), torch.ones(2, 2, DIM), torch.ones(2, 2, DIM))
     assert torch.allclose(out[0], torch.ones(4 * DIM)) and torch.equal(out[1], torch.zeros(64))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_c20_one_part_beside_an_empty_side_comes_back_bit_for_bit(variant, kernel):
+    """All scores are -4e6: beside an LSE of any usual size the part would have no weight."""
+    b = Bench((4, 2))
+    b.k[1], b.v[1] = -1000.0, torch.randn(b.v[1].shape)
+    prefix = [(0, 0, 300)]
+    rows = [Row(prefix, b.slots(4)), Row([], b.slots(5)), Row(prefix, b.slots(0))]
+    attention = CpuAttention(b.config, b.k, b.v, b.request_slots)
+    attention.use_native = kernel == "native"
+    attention.prepare(build_plan(rows, variant, b.request_slots))
+    q, k = torch.full((3, 4, DIM), 1000.0), torch.full((3, 2, DIM), -1000.0)
+    out = attention.run(1, q, k, torch.randn(3, 2, DIM))
+    parts, empty = attention.parts.merge_index, attention.parts.num_parts
+    assert parts is not None and (parts == empty).sum(1).tolist() == [0, 1, 1]
+    for row in (1, 2):
+        assert torch.equal(out[row], attention._o[parts[row, 0]].flatten())
 
 
 @pytest.mark.parametrize("suffix", [1, 5, 16])
