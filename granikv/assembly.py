@@ -112,4 +112,5 @@ def build_dispatcher(config: EngineConfig, executor: Any, cache: CacheManager) -
         config.profile, model, shape.element_bytes, executor.device_name, shape.kv_element_bytes,
         shape.element_bytes if config.quantization is None else 1,
     )  # fmt: skip
+    cost.sum_times = getattr(executor, "sum_times", None)
     return Dispatcher(cost, cache, replace(cutter, rates=cost.sm_rates))

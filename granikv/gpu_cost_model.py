@@ -8,7 +8,10 @@ Same questions as granikv.cost_model.CostModel; it knows nothing of plans or req
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from granikv.attention.splits import H200_RATES, SmRates
 from granikv.config import ModelConfig
@@ -30,6 +33,21 @@ def stored_profile_path(gpu_name: str) -> Path:
 
 def file_stem(gpu_name: str) -> str:
     return gpu_name.lower().replace(" ", "_").replace("/", "_")
+
+
+@dataclass(frozen=True)
+class SumTimes:
+    """Measured times of a sum over ranks, by size in ascending order."""
+
+    sizes_bytes: tuple[int, ...]
+    times_us: tuple[float, ...]
+
+    def us(self, num_bytes: int) -> float:
+        """Between two sizes on a line; above the largest at its rate."""
+        largest = self.sizes_bytes[-1]
+        if num_bytes > largest:
+            return self.times_us[-1] * num_bytes / largest
+        return float(np.interp(num_bytes, self.sizes_bytes, self.times_us))
 
 
 class GpuCostModel:
@@ -54,6 +72,7 @@ class GpuCostModel:
             if name in profile and not profile[name] > 0:
                 raise InvalidArgument(f"profile: {name}", profile[name], "above 0")
         self.profile, self.model, self.element_bytes = profile, model_config, element_bytes
+        self.sum_times: SumTimes | None = None  # of tensor-parallel ranks, two sums a layer
         self.kv_element_bytes = kv_element_bytes or element_bytes
         self.weight_element_bytes = weight_element_bytes or element_bytes
 
@@ -127,7 +146,8 @@ class GpuCostModel:
         return num_rows * self.read_us(kv_len) + self.merge_us(num_rows)
 
     def label(self, num_rows: int, kv_tokens_read: int, kv_tokens_flat: int) -> str:
-        """ "compute" or "memory": the longer of arithmetic and reads of a whole step."""
+        """ "compute", "memory" or "communication": the longest of a whole step's arithmetic, reads
+        and sums over ranks, which nothing hides."""
         m = self.model
         per_layer = (
             2 * m.hidden_size * (m.num_qo_heads + m.num_kv_heads) * m.head_dim
@@ -141,4 +161,10 @@ class GpuCostModel:
         read_bytes = self.weight_element_bytes * layers + self.element_bytes * head
         memory_us = read_bytes / (self.profile["read_gb_per_s"] * 1e3)
         memory_us += m.num_layers * self.read_us(kv_tokens_read)
+        sums_us = 0.0
+        if self.sum_times is not None:
+            message_bytes = num_rows * m.hidden_size * self.element_bytes
+            sums_us = 2 * m.num_layers * self.sum_times.us(message_bytes)
+        if sums_us > max(compute_us, memory_us):
+            return "communication"
         return "compute" if compute_us > memory_us else "memory"

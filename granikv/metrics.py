@@ -21,7 +21,8 @@ ENGINE_COUNTERS = (
     "requests", "prompt_tokens", "cached_tokens", "recomputed_tokens", "generated_tokens",
     *(f'finished{{reason="{reason}"}}' for reason in FinishReason),
     # of steps; kv_bytes_flat is what kv_bytes_read would be without sharing
-    "steps", "failed_steps", "steps_compute", "steps_memory", "predicted_us", "step_us",
+    "steps", "failed_steps", "steps_compute", "steps_memory",
+    "steps_communication", "predicted_us", "step_us",
     "kv_bytes_read", "kv_bytes_flat", "groups_cascade", "groups_gemm", "groups_flat",
 )  # fmt: skip
 

@@ -15,7 +15,7 @@ from granikv.errors import InvalidArgument
 from granikv.sampling_params import SamplingParams
 
 Answers = list[list[int]]
-REGIMES = ("compute", "memory")
+REGIMES = ("compute", "memory", "communication")
 
 
 class Contender(Protocol):

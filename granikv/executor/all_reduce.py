@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from granikv.errors import Unavailable
+from granikv.gpu_cost_model import SumTimes
 from granikv.models.fused import add_rms_norm
 
 if TYPE_CHECKING:
@@ -94,13 +95,14 @@ class GpuAllReduce:
         self.exchange: Exchange | None = None
         self.fused_rows = 0  # of the largest decode step that is fused
         self.fused_times_us: dict[int, list[float]] = {}  # by rows: fused, and apart
-        if strategy == "nccl":
-            return
         lacking = missing_for_peers(self.num_ranks, dtype, torch.cuda.can_device_access_peer)
-        if lacking and strategy != "auto":
+        if lacking and strategy not in ("auto", "nccl"):
             raise Unavailable(f"all_reduce={strategy!r}: {lacking}; use 'nccl' or 'auto'")
-        if lacking:
+        if lacking or strategy == "nccl":
             self.strategy = "nccl"
+            self.table = self._measure(
+                torch.zeros(BUFFER_BYTES // dtype.itemsize, dtype=dtype, device=device)
+            )
             return
         shape = (BUFFER_BYTES // dtype.itemsize,)
         self.buffer = _shared(shape, dtype, device, self.group)[dist.get_rank()]
@@ -108,7 +110,7 @@ class GpuAllReduce:
             self.exchange = self._make_exchange(device, dtype, width, max_rows)
             self.fused_rows = max_rows
         if strategy == "auto":
-            self.table = self._measure()
+            self.table = self._measure(self.buffer)
             self.fused_rows = self._measure_fused()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -129,6 +131,28 @@ class GpuAllReduce:
         shared.copy_(x.view(-1))
         torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", self.group)
         return x.copy_(shared.view_as(x))  # the buffer is the next sum's
+
+    @property
+    def sum_times(self) -> SumTimes | None:
+        """Of what a message goes by; where that is fused its norm is in the time."""
+        if self.table is None:
+            return None
+        times = dict(
+            zip(
+                self.table.sizes_bytes, zip(*self.table.times_us.values(), strict=True), strict=True
+            )
+        )
+        best = {num_bytes: min(each) for num_bytes, each in times.items()}
+        if self.exchange is not None:
+            row_bytes = self.exchange.own.shape[-1] * self.exchange.own.element_size()
+            fused = {
+                row_bytes * rows: us
+                for rows, (us, _) in self.fused_times_us.items()
+                if rows <= self.fused_rows
+            }
+            best = {n: us for n, us in best.items() if n > max(fused, default=0)} | fused
+        sizes = sorted(best)
+        return SumTimes(tuple(sizes), tuple(best[size] for size in sizes))
 
     def fuses(self, num_rows: int) -> bool:
         """Whether add_rms_norm serves so many rows, and was not slower."""
@@ -151,13 +175,12 @@ class GpuAllReduce:
         dist.barrier()  # nobody stores before all have made theirs
         return exchange
 
-    def _measure(self) -> ReduceTable:
+    def _measure(self, like: torch.Tensor) -> ReduceTable:
         """The slowest rank's times count, so that all ranks choose alike."""
-        assert self.buffer is not None
-        names = ("nccl", "two_shot")
-        times = torch.zeros(len(names), len(MEASURED_BYTES), device=self.buffer.device)
+        names = ("nccl",) if self.buffer is None else ("nccl", "two_shot")
+        times = torch.zeros(len(names), len(MEASURED_BYTES), device=like.device)
         for column, num_bytes in enumerate(MEASURED_BYTES):
-            x = torch.zeros_like(self.buffer[: num_bytes // self.buffer.element_size()])
+            x = torch.zeros_like(like[: num_bytes // like.element_size()])
             for row, name in enumerate(names):
                 times[row, column] = _graph_us(partial(self.run, name, x))
         dist.all_reduce(times, dist.ReduceOp.MAX)
@@ -182,7 +205,7 @@ class GpuAllReduce:
                 for _ in range(2):
                     add_rms_norm(self(x), x, weight, 1.0)
 
-            times[index] = torch.tensor([_graph_us(fused), _graph_us(apart)])
+            times[index] = torch.tensor([_graph_us(fused), _graph_us(apart)]) / 2
         dist.all_reduce(times, dist.ReduceOp.MAX)
         wins = [fused_us <= apart_us for fused_us, apart_us in times.tolist()]
         self.fused_times_us = dict(zip(counts, times.tolist(), strict=True))

@@ -26,6 +26,7 @@ class GpuRank(RankSteps, CudaExecutor):
     ):
         self.rank, self.vocab_size = rank, vocab_size
         super().__init__(config, decoder, sampler, device)
+        self.sum_times = getattr(decoder.reduce, "sum_times", None)
 
     def _forward(
         self, rows: dict[str, torch.Tensor], num_rows: int, sample_rows: torch.Tensor | None

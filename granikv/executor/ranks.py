@@ -32,6 +32,7 @@ from granikv.errors import GraniKVError, Unavailable
 from granikv.executor.group import COLLECTIVE_TIMEOUT_S, RankSettings, RankSteps, share
 from granikv.executor.rank_processes import RankProcesses, Report
 from granikv.executor.tensorrt_executor import Network, TensorRTExecutor, engine_sizes
+from granikv.gpu_cost_model import SumTimes
 from granikv.sampling import Sampler
 
 RUNTIME = "granikv.engines.runtime:TensorRTRuntime"
@@ -73,12 +74,14 @@ class Facts:
     device_name: str
     cutter: PlanCutter | None  # None: a CPU, where nothing is cut
     capacity_tokens: int  # of every rank's arenas
+    sum_times: SumTimes | None = None  # between GPUs, where they were measured
 
     @classmethod
     def of(cls, executor: Any) -> Facts:
         cutter = getattr(executor, "plan_cutter", None)
         name = getattr(executor, "device_name", "cpu")
-        return cls(executor.decoder.config, name, cutter, executor.config.arena_tokens)
+        times = getattr(executor, "sum_times", None)
+        return cls(executor.decoder.config, name, cutter, executor.config.arena_tokens, times)
 
 
 @dataclass(eq=False)
@@ -111,6 +114,7 @@ class RanksExecutor:
         facts: Facts = next(r.content for r in reports if r.kind == "ready" and r.rank == 0)
         self.decoder = Network(facts.model)
         self.device_name, self.plan_cutter = facts.device_name, facts.cutter
+        self.sum_times = facts.sum_times
         fields = settings.engine_config | {"capacity_tokens": facts.capacity_tokens}
         self.config = EngineConfig(**fields)
 

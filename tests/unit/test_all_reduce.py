@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from granikv.config import EngineConfig
+from granikv.config import EngineConfig, ModelConfig
 from granikv.errors import InvalidArgument
 from granikv.executor.all_reduce import (
     BUFFER_BYTES,
     GlooAllReduce,
+    GpuAllReduce,
     ReduceTable,
     all_reduce_s,
     choose,
     missing_for_peers,
 )
+from granikv.gpu_cost_model import GpuCostModel, SumTimes
 
 TABLE = ReduceTable(
     (1024, 65536, 2**20),
@@ -56,6 +60,37 @@ def test_fused_sums_leave_the_rest_to_nccl():
     assert choose("fused", None, 1024, 2) == "nccl"
     reduce = GlooAllReduce()
     assert not reduce.fuses(1)
+
+
+def measured(strategy: str, fused_rows: int) -> GpuAllReduce:
+    """As ranks that have measured; rows of 512 bytes."""
+    made = object.__new__(GpuAllReduce)
+    made.strategy, made.table, made.fused_rows = strategy, TABLE, fused_rows
+    made.fused_times_us = {8: [1.5, 9.0], 64: [2.5, 9.0], 256: [9.5, 9.0]}
+    made.exchange = SimpleNamespace(own=torch.empty(2, 2, 256, 128, dtype=torch.float32))
+    return made
+
+
+def test_sum_times_are_those_of_what_a_message_goes_by():
+    times = measured("auto", 64).sum_times
+    assert times == SumTimes((8 * 512, 64 * 512, 65536, 2**20), (1.5, 2.5, 3.0, 9.0))
+    assert times.us(100) == 1.5 and times.us(64 * 512) == 2.5 and times.us(49152) == 2.75
+    assert times.us(2**21) == 18.0
+    apart = measured("auto", 0)
+    apart.exchange = None
+    assert apart.sum_times == SumTimes(TABLE.sizes_bytes, (2.0, 3.0, 9.0))
+    apart.table = None
+    assert apart.sum_times is None
+
+
+def test_a_step_can_be_bound_by_its_sums():
+    model = ModelConfig("llama", 32, 4096, 14336, 16, 4, 128, 64128, 131072)
+    cost = GpuCostModel.load(None, model, 2, "NVIDIA H200")
+    assert [cost.label(rows, 100_000, 100_000) for rows in (8, 4096)] == ["memory", "compute"]
+    cost.sum_times = SumTimes((65536, 2**20), (5.0, 9.0))  # 0.4 ms of 4.7
+    assert [cost.label(rows, 100_000, 100_000) for rows in (8, 4096)] == ["memory", "compute"]
+    cost.sum_times = SumTimes((65536, 2**20), (80.0, 150.0))  # a slow link
+    assert [cost.label(rows, 100_000, 100_000) for rows in (8, 128)] == ["communication"] * 2
 
 
 def test_all_reduce_kernels_are_known_by_name():
