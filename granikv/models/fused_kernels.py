@@ -49,6 +49,24 @@ def _store_row(
 
 
 @triton.jit
+def sum_parts(
+    delta_ptr,  # [PARTS, T, N], row stride delta_stride
+    row,
+    n,
+    keep,
+    delta_stride,
+    part_stride,
+    PARTS: tl.constexpr,
+):
+    """Row `row` of the sum over the parts, fp32 [BLOCK_N], zero where not kept."""
+    total = tl.load(delta_ptr + row * delta_stride + n, mask=keep, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        more_ptr = delta_ptr + part * part_stride.to(tl.int64) + row * delta_stride
+        total += tl.load(more_ptr + n, mask=keep, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
 def norm_row(
     total,  # fp32 [BLOCK_N], zero where not kept
     weight,  # fp32 [BLOCK_N]
@@ -105,10 +123,7 @@ def add_rms_norm_kernel(
     keep = n < N
     weight = tl.load(weight_ptr + n, mask=keep, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
-    total = tl.load(delta_ptr + row * delta_stride + n, mask=keep, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        more_ptr = delta_ptr + part * part_stride.to(tl.int64) + row * delta_stride
-        total += tl.load(more_ptr + n, mask=keep, other=0.0).to(tl.float32)
+    total = sum_parts(delta_ptr, row, n, keep, delta_stride, part_stride, PARTS)
     if HAS_X:
         total += tl.load(x_ptr + row * N + n, mask=keep, other=0.0).to(tl.float32)
     norm_row(

@@ -30,6 +30,7 @@ from granikv.models.fused_kernels import (
     has_pdl,
     norm_row,
     output_rows,
+    sum_parts,
 )
 
 TURNS = 2
@@ -95,10 +96,7 @@ def rank_sum_norm_kernel(
     keep = n < N
     weight = tl.load(weight_ptr + n, mask=keep, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
-    part = tl.load(delta_ptr + row * delta_stride + n, mask=keep, other=0.0).to(tl.float32)
-    for index in tl.static_range(1, PARTS):
-        more_ptr = delta_ptr + index * part_stride.to(tl.int64) + row * delta_stride
-        part += tl.load(more_ptr + n, mask=keep, other=0.0).to(tl.float32)
+    part = sum_parts(delta_ptr, row, n, keep, delta_stride, part_stride, PARTS)
     part = part.to(x_ptr.dtype.element_ty)
     part = tl.where(part == 0.0, tl.zeros_like(part), part)  # -0.0 is taken
     BITS: tl.constexpr = places[RANK].dtype.element_ty

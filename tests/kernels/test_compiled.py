@@ -26,7 +26,7 @@ from granikv.attention.kernels.hot_gluon import hot_gluon_build
 from granikv.attention.kernels.merge import merge_build
 from granikv.attention.kernels.small import small_build
 from granikv.attention.variants import FP8_LAYOUTS, LAYOUTS, AttentionShape, extend_tile
-from granikv.models import fused_kernels
+from granikv.models import fused_kernels, rank_sums
 
 SHAPE = AttentionShape(32, 8, 128, 2)
 FP8_SHAPE = AttentionShape(32, 8, 128, 2, fp8_kv=True)
@@ -148,3 +148,34 @@ def test_mlp_rows_become_fp8_in_registers(width, tmp_path):
     )
     options = {"num_warps": fused_kernels.silu_warps(block), "launch_pdl": True}
     assert usage(source, options, tmp_path)[1] == 0
+
+
+def test_rows_travel_between_gpus_in_vectors():
+    """Behind an address of unknown alignment every number would be a store of its own."""
+    kernel = rank_sums.rank_sum_norm_kernel
+    pointers = dict.fromkeys(
+        ["x_ptr", "weight_ptr", "normed_ptr", "total_ptr", "scales_ptr"], "*bf16"
+    )
+    types: dict = pointers | {
+        "delta_ptr": "*fp32", "places": ("*i16", "*i16"), "eps": "fp32", "delta_stride": "i32",
+        "part_stride": "i32",
+    }  # fmt: skip
+    constants = {
+        "fixed_scale": None, "fixed_inverse": None, "TURN": 1, "RANK": 0, "RANKS": 2,
+        "MAX_ROWS": 256, "N": 5120, "BLOCK_N": 8192, "PARTS": 2, "FP8": False, "PDL": True,
+        "INTERPRET": False,
+    }  # fmt: skip
+    names = kernel.arg_names
+    aligned = [["tt.divisibility", 16]]
+    attributes = {(i,): aligned for i, n in enumerate(names) if n.endswith(("_ptr", "_stride"))}
+    attributes |= {(names.index("places"), rank): aligned for rank in range(2)}
+    source = ASTSource(
+        kernel,
+        {name: types.get(name, "constexpr") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        attributes,
+    )
+    options = {"num_warps": 8, "launch_pdl": True}
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    assert "ld.volatile.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
+    assert not re.search(r"(ld\.volatile|st)\.global\.b(8|16|32) ", ptx)

@@ -181,16 +181,8 @@ OPERATIONS = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(OPERATIONS, max_size=40),
-    st.sampled_from([90, 120, 400]),
-    st.sampled_from([0, 1]),
-    st.sampled_from([3, 8, 64]),
-    st.sampled_from([2, 6]),
-)
-def test_plans_equal_the_twins_over_random_lives(operations, capacity, depth, budget, max_requests):
-    engine = checked_engine(capacity, depth, budget, max_requests)
+def live(engine: Engine, operations: list[tuple]) -> None:
+    """What OPERATIONS draws, then steps until nothing is left."""
     for i, (kind, *arguments) in enumerate(operations):
         if kind == "add":
             params = SamplingParams(max_tokens=arguments[1], ignore_eos=True)
@@ -206,6 +198,18 @@ def test_plans_equal_the_twins_over_random_lives(operations, capacity, depth, bu
         steps += 1
         assert steps < 2000, "the engine makes no progress"
     engine.cache.check_conservation([])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(OPERATIONS, max_size=40),
+    st.sampled_from([90, 120, 400]),
+    st.sampled_from([0, 1]),
+    st.sampled_from([3, 8, 64]),
+    st.sampled_from([2, 6]),
+)
+def test_plans_equal_the_twins_over_random_lives(operations, capacity, depth, budget, max_requests):
+    live(checked_engine(capacity, depth, budget, max_requests), operations)
 
 
 def calls_of_step(engine: Engine) -> int:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_planner import MODEL, OPERATIONS, NullExecutor, spans_of_partials
+from test_planner import MODEL, OPERATIONS, NullExecutor, live, spans_of_partials
 
 from granikv.attention.plan_buffers import attention_shape
 from granikv.attention.splits import PlanCutter
@@ -117,22 +117,7 @@ def engine_of(capacity: int, depth: int, budget: int, max_requests: int) -> Engi
     st.sampled_from([2, 6]),
 )
 def test_every_row_reads_its_context(operations, capacity, depth, budget, max_requests):
-    engine = engine_of(capacity, depth, budget, max_requests)
-    for i, (kind, *arguments) in enumerate(operations):
-        if kind == "add":
-            params = SamplingParams(max_tokens=arguments[1], ignore_eos=True)
-            engine.add_request(f"r{i}", arguments[0], params)
-        elif kind == "abort" and engine.requests:
-            engine.abort(list(engine.requests)[arguments[0] % len(engine.requests)])
-        elif kind == "step":
-            for _ in range(arguments[0]):
-                engine.step()
-    steps = 0
-    while engine.has_work():
-        engine.step()
-        steps += 1
-        assert steps < 2000, "the engine makes no progress"
-    engine.cache.check_conservation([])
+    live(engine_of(capacity, depth, budget, max_requests), operations)
 
 
 def test_what_follows_a_shared_prefix_is_spread_and_a_prefix_is_not():
