@@ -291,7 +291,7 @@ class GraniKVForCausalLM(PretrainedModel):
 
 
 def all_reduce(x: Tensor, shard: Shard) -> Tensor:
-    """x summed over the ranks, in rank order on each of them."""
+    """x summed over the ranks; in which order is NCCL's."""
     if shard.tp_size == 1:
         return x
     return plugin_layer(ALL_REDUCE_OP, [x], tp_size=shard.tp_size, tp_rank=shard.rank)

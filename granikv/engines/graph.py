@@ -203,7 +203,7 @@ class _Graph:
         return self._node("Add", [x, self._all_reduce(down)], at + "mlp/sum")
 
     def _all_reduce(self, x: str) -> str:
-        """x summed over the ranks, in rank order on each of them."""
+        """x summed over the ranks; in which order is NCCL's."""
         if self.shard.tp_size == 1:
             return x
         ranks = {"tp_size": self.shard.tp_size, "tp_rank": self.shard.rank}
