@@ -98,8 +98,8 @@ class HFCheckpoint:
                     )
                 if last - first != torch.Size(shape).numel() * dtype.itemsize:
                     raise ModelFileError(f"{truncated}: {name}: {last - first} bytes")
-                if 8 + length + last > stat.st_size:
-                    raise ModelFileError(f"{truncated}: {name} passes the end of the file")
+                if first < 0 or 8 + length + last > stat.st_size:
+                    raise ModelFileError(f"{truncated}: {name} lies outside of the data")
                 self._entries[name] = (path, dtype, shape, 8 + length + first)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelFileError(f"{truncated}: {error}") from error

@@ -182,6 +182,15 @@ def test_broken_checkpoints_are_refused_before_anything_is_written(tmp_path):
         file.write_bytes(content[:keep])
         with pytest.raises(ModelFileError, match="truncated"):
             open_checkpoint(path)
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    for entry in header.values():  # every tensor lies where the header does
+        if "data_offsets" in entry:
+            entry["data_offsets"] = [x - 10**6 for x in entry["data_offsets"]]
+    moved = json.dumps(header).encode()
+    file.write_bytes(len(moved).to_bytes(8, "little") + moved + content[8 + length :])
+    with pytest.raises(ModelFileError, match="outside of the data"):
+        open_checkpoint(path)
     file.write_bytes(content)
     settings = json.loads((path / "config.json").read_text())
     for change, match in (
