@@ -89,7 +89,9 @@ def _build(
     plugin: Path | None,
     progress: Progress,
 ) -> Manifest:
-    graph_key = key_of(checkpoint.fingerprint(), settings.dtype, asdict(limits), _source_hash())
+    described = export.engine_io(shards[0], limits, settings.dtype).describe()
+    graph_key = key_of(checkpoint.fingerprint(), settings.dtype, asdict(limits), described,
+                       _source_hash())  # fmt: skip
     engine_key = key_of(graph_key, builder, builder_version, plugin and file_hash(plugin),
                       settings.compute_capabilities)  # fmt: skip
     ranks: list[RankFiles] = []
@@ -122,7 +124,7 @@ def _build(
         limits=limits,
         builder=builder,
         ranks=tuple(ranks),
-        io=export.engine_io(shards[0], limits, settings.dtype).describe(),
+        io=described,
         tensorrt_version=builder_version,
         compute_capabilities=tuple(made.get("compute_capabilities", ())),
         plugin_abi_hash=plugin_abi_hash(),

@@ -6,14 +6,17 @@ import errno
 import importlib.util
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
+import onnx
 import pytest
 from helpers import make_tiny_hf
 from typer.testing import CliRunner
 
 from granikv.cli import app
 from granikv.engines import build as build_module
+from granikv.engines import export as export_module
 from granikv.engines.build import BuildSettings, build
 from granikv.engines.builders import BuildRequest, build_engine, choose_builder, profile_of
 from granikv.engines.checkpoint import open_checkpoint
@@ -78,6 +81,23 @@ def test_a_second_run_makes_only_what_is_missing(model, tmp_path, monkeypatch):
     os.utime(model / "model.safetensors")
     build(settings(model, out, dtype="float16"))
     assert exported == [0, 1, 1, 0, 0, 1, 0, 1]
+
+
+def test_other_buffer_sizes_make_other_graphs(model, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    build(settings(model, out))
+    sizes = export_module.step_capacities
+
+    def larger(*args):
+        return replace(sizes(*args), max_partials=5000)
+
+    monkeypatch.setattr(export_module, "step_capacities", larger)
+    made = build(settings(model, out))
+    (described,) = (x["max"] for x in made.io["inputs"] if x["name"] == "merge_partials")
+    graph = onnx.load(str(out / "rank1.onnx"), load_external_data=False).graph
+    (value,) = (x for x in graph.input if x.name == "merge_partials")
+    sizes_in_graph = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+    assert sizes_in_graph == described == [5000]
 
 
 def test_an_interrupted_run_leaves_no_half_files_and_no_manifest(model, tmp_path, monkeypatch):
