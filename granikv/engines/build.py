@@ -16,9 +16,9 @@ from pathlib import Path
 
 from granikv.engines import export, graph, io, sharding
 from granikv.engines.builders import (
-    RTX_COMPUTE_CAPABILITIES,
     BuildRequest,
     build_engine,
+    check_capabilities,
     check_network,
     choose_builder,
     profile_of,
@@ -58,7 +58,7 @@ class ExportSettings:
 class BuildSettings(ExportSettings):
     builder: str = "auto"
     plugin: Path | None = None  # shared library; needed by every builder but none
-    compute_capabilities: tuple[str, ...] = ()  # rtx without a GPU; empty: this machine's GPU
+    compute_capabilities: tuple[str, ...] = ()  # rtx only; empty: this machine's GPU
 
 
 @contextlib.contextmanager
@@ -70,6 +70,7 @@ def build(settings: BuildSettings, progress: Progress = no_progress) -> Manifest
     """Everything into settings.out. Raises InvalidArgument, ModelFileError, Unsupported (a model
     that is not served) or Unavailable (no builder, no plugin, no space, TensorRT's refusal).
     """
+    check_capabilities(settings.builder, settings.compute_capabilities)
     checkpoint, limits, shards = open_shards(settings)
     builder, builder_version = choose_builder(settings.builder)
     plugin = _plugin(settings, builder)
@@ -194,9 +195,6 @@ def _build_engine(
 ) -> tuple[list[FileEntry], dict]:
     path = settings.out / f"rank{shard.rank}.engine"
     capabilities = list(settings.compute_capabilities)
-    unknown = [x for x in capabilities if x not in RTX_COMPUTE_CAPABILITIES]
-    if builder == "rtx" and unknown:
-        raise InvalidArgument("compute capability", unknown[0], f"one of {RTX_COMPUTE_CAPABILITIES}")  # fmt: skip
     table = export.engine_io(shard, limits, settings.dtype)
     graph_file = settings.out / f"rank{shard.rank}.onnx"
     request = BuildRequest(

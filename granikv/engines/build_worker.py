@@ -82,8 +82,8 @@ def build(request: dict) -> dict:
     for name, shapes in request["profile"].items():
         profile.set_shape(name, *(tuple(shapes[x]) for x in ("min", "opt", "max")))
     config.add_optimization_profile(profile)
-    capabilities = request["compute_capabilities"]
-    if request["builder"] == "rtx" and capabilities:
+    capabilities = request["compute_capabilities"] if request["builder"] == "rtx" else []
+    if capabilities:
         config.num_compute_capabilities = len(capabilities)
         for index, capability in enumerate(capabilities):
             known = getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}", None)

@@ -6,8 +6,9 @@ import errno
 import importlib.util
 import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import onnx
 import pytest
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 from granikv.cli import app
 from granikv.engines import build as build_module
+from granikv.engines import build_worker
 from granikv.engines import export as export_module
 from granikv.engines.build import BuildSettings, build
 from granikv.engines.builders import BuildRequest, build_engine, choose_builder, profile_of
@@ -157,13 +159,49 @@ def test_wrong_settings_are_refused(model, tmp_path, monkeypatch):
         ({"max_requests": 10**9}, "max_requests.*1 to 65536"),
         ({"capacity_tokens": 10**12}, "capacity_tokens"),
         ({"max_tokens": 2**21}, "max_tokens"),
+        (
+            {"builder": "tensorrt", "compute_capabilities": ("12.0",)},
+            "compute-capability: expected none with --builder tensorrt.*rtx, got .'12.0'.",
+        ),
+        ({"compute_capabilities": ("banana",)}, "compute-capability: .*--builder none.*banana"),
+        (
+            {"builder": "auto", "compute_capabilities": ("8.9",)},
+            "compute-capability: .*--builder auto",
+        ),
     ):
         with pytest.raises(InvalidArgument, match=match):
             build(settings(model, out, **changes))
+    assert not out.exists()
     usage = type("Usage", (), {"free": 1000})()
     monkeypatch.setattr(build_module.shutil, "disk_usage", lambda folder: usage)
     with pytest.raises(Unavailable, match="free space"):
         build(settings(model, out))
+
+
+@pytest.mark.parametrize("capability", ["9.0", "banana", "8.9.0", "89", ""])
+def test_what_rtx_does_not_serve_is_refused_before_anything_is_written(
+    model, tmp_path, monkeypatch, capability
+):
+    monkeypatch.setattr(build_module, "choose_builder", lambda name: (name, "1.7"))
+    plugin = tmp_path / "plugin.so"
+    plugin.touch()
+    changes = {"builder": "rtx", "plugin": plugin, "compute_capabilities": ("8.9", capability)}
+    match = f"compute-capability: expected one that rtx serves .*8.9.*, got '{capability}'"
+    with pytest.raises(InvalidArgument, match=match):
+        build(settings(model, tmp_path / "out", **changes))
+    assert not (tmp_path / "out").exists()
+
+
+def test_full_tensorrts_engine_is_recorded_for_the_gpu_that_it_was_built_on(tmp_path, monkeypatch):
+    """The worker with a stand-in for TensorRT, asked for another capability."""
+    trt = MagicMock(ILogger=object, __version__="10.13")
+    trt.Builder.return_value.build_serialized_network.return_value = b"engine"
+    network = trt.Builder.return_value.create_network.return_value
+    network.num_inputs = network.num_outputs = 0
+    monkeypatch.setattr(build_worker, "load_tensorrt", lambda builder: trt)
+    monkeypatch.setattr(build_worker, "own_capability", lambda: "9.0")
+    request = BuildRequest("tensorrt", "graph", str(tmp_path / "engine"), "", {}, ["12.0"])
+    assert build_worker.build(asdict(request))["compute_capabilities"] == ["9.0"]
 
 
 @pytest.mark.skipif(
@@ -184,6 +222,8 @@ def test_the_command_prints_what_it_made(model, tmp_path):
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["tp_size"] == 2
     result = CliRunner().invoke(app, [*arguments, "--tp", "3"])
     assert result.exit_code == 2
+    result = CliRunner().invoke(app, [*arguments, "--compute-capability", "banana"])
+    assert result.exit_code == 2 and "compute-capability" in result.stderr
 
 
 needs_rtx = pytest.mark.skipif(
