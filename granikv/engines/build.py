@@ -21,6 +21,7 @@ from granikv.engines.builders import (
     check_capabilities,
     check_network,
     choose_builder,
+    own_capability,
     profile_of,
 )
 from granikv.engines.checkpoint import Checkpoint, open_checkpoint
@@ -68,15 +69,20 @@ def no_progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]
 
 def build(settings: BuildSettings, progress: Progress = no_progress) -> Manifest:
     """Everything into settings.out. Raises InvalidArgument, ModelFileError, Unsupported (a model
-    that is not served) or Unavailable (no builder, no plugin, no space, TensorRT's refusal).
+    that is not served) or Unavailable (no builder, no GPU, no plugin, no space, TensorRT's refusal).
     """
     check_capabilities(settings.builder, settings.compute_capabilities)
     checkpoint, limits, shards = open_shards(settings)
     builder, builder_version = choose_builder(settings.builder)
     plugin = _plugin(settings, builder)
+    own = None  # the GPU that an engine is for if none is named
+    if builder != "none" and not settings.compute_capabilities:
+        own = own_capability(builder)
+        if builder == "rtx":
+            check_capabilities(builder, [own])
     with sole_writer(settings.out):
         return _build(
-            settings, checkpoint, limits, shards, builder, builder_version, plugin, progress
+            settings, checkpoint, limits, shards, builder, builder_version, plugin, own, progress
         )
 
 
@@ -88,13 +94,14 @@ def _build(
     builder: str,
     builder_version: str | None,
     plugin: Path | None,
+    own: str | None,
     progress: Progress,
 ) -> Manifest:
     described = export.engine_io(shards[0], limits, settings.dtype).describe()
     graph_key = key_of(checkpoint.fingerprint(), settings.dtype, asdict(limits), described,
                        _source_hash())  # fmt: skip
     engine_key = key_of(graph_key, builder, builder_version, plugin and file_hash(plugin),
-                      settings.compute_capabilities)  # fmt: skip
+                      settings.compute_capabilities, own)  # fmt: skip
     ranks: list[RankFiles] = []
     made: dict = {}
     for shard in shards:

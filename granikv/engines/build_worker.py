@@ -1,7 +1,7 @@
 """Builds one engine in a process of its own: `python -m granikv.engines.build_worker REQUEST`.
 
-REQUEST is the JSON of builders.BuildRequest. The last line of standard output is JSON: the
-version and the engine's compute capabilities, or an error. A crash of the library or its memory
+REQUEST is the JSON of builders.BuildRequest, or asks for the version or this GPU's capability. The
+last line of standard output is JSON: what was made or asked for, or an error. A crash of the library or its memory
 never reaches the caller.
 It imports neither torch nor onnx.
 """
@@ -136,6 +136,8 @@ def main() -> int:
     try:
         if request.get("probe"):
             result = {"version": load_tensorrt(request["builder"]).__version__}
+        elif request.get("own_capability"):
+            result = {"compute_capability": own_capability()}
         else:
             result = build(request)
     except (ImportError, OSError, RuntimeError, AttributeError) as error:

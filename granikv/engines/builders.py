@@ -86,6 +86,18 @@ def check_capabilities(builder: str, capabilities: Sequence[str]) -> None:
             raise InvalidArgument("compute-capability", capability, expected)
 
 
+def own_capability(builder: str) -> str:
+    """Of this machine's first GPU, like "9.0". Raises Unavailable, with what builds without one."""
+    result = _run({"own_capability": True}, dict(os.environ), check=False)
+    if "error" in result:
+        other = "name GPUs with --compute-capability" if builder == "rtx" else "run on the GPU"
+        raise Unavailable(
+            f"builder {builder}: expected a GPU to build for, got {result['error']}; {other}, or "
+            "stop at ONNX with --builder none"
+        )
+    return result["compute_capability"]
+
+
 def build_engine(request: BuildRequest) -> dict:
     """Writes the engine; returns version, compute_capabilities, parse_s and build_s (seconds in
     TensorRT), num_layers, and inputs and outputs of the network as TensorRT has them.

@@ -6,8 +6,11 @@ import errno
 import importlib.util
 import json
 import os
+import shutil
+import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import onnx
@@ -20,11 +23,17 @@ from granikv.engines import build as build_module
 from granikv.engines import build_worker
 from granikv.engines import export as export_module
 from granikv.engines.build import BuildSettings, build
-from granikv.engines.builders import BuildRequest, build_engine, choose_builder, profile_of
+from granikv.engines.builders import (
+    BuildRequest,
+    build_engine,
+    choose_builder,
+    own_capability,
+    profile_of,
+)
 from granikv.engines.checkpoint import open_checkpoint
 from granikv.engines.export import engine_io, export_rank
 from granikv.engines.io import BuildLimits
-from granikv.engines.manifest import load_manifest
+from granikv.engines.manifest import RuntimeFacts, load_manifest
 from granikv.engines.records import sole_writer
 from granikv.engines.sharding import Shard
 from granikv.errors import InvalidArgument, ModelFileError, Unavailable
@@ -40,6 +49,34 @@ def model(tmp_path):
 
 def settings(model, out, **changes):
     return BuildSettings(model, out, **(SMALL | {"tp_size": 2, "builder": "none"} | changes))
+
+
+@pytest.fixture
+def standin(tmp_path, monkeypatch):
+    """In place of TensorRT and of a GPU; `built` names the ranks of the engines that it made."""
+    it = SimpleNamespace(capability="8.0", version="10.13", built=[], plugin=tmp_path / "plugin.so")
+    it.plugin.write_bytes(b"plugin")
+
+    def build_engine(request):
+        graph = onnx.load(request.onnx, load_external_data=False).graph
+        it.built.append(int(Path(request.engine).stem.removeprefix("rank")))
+        Path(request.engine).write_bytes(b"engine for " + it.capability.encode())
+        return {
+            "compute_capabilities": request.compute_capabilities or [it.capability],
+            "inputs": [_as_tensorrt(x) for x in graph.input],
+            "outputs": [_as_tensorrt(x) for x in graph.output],
+        }
+
+    monkeypatch.setattr(build_module, "choose_builder", lambda name: (name, it.version))
+    monkeypatch.setattr(build_module, "own_capability", lambda builder: it.capability)
+    monkeypatch.setattr(build_module, "build_engine", build_engine)
+    return it
+
+
+def _as_tensorrt(value):
+    tensor = value.type.tensor_type
+    dims = [-1 if x.HasField("dim_param") else x.dim_value for x in tensor.shape.dim]
+    return [value.name, dims, {1: "FLOAT", 6: "INT32"}[tensor.elem_type]]
 
 
 def test_manifest_describes_what_was_built(model, tmp_path):
@@ -190,6 +227,54 @@ def test_what_rtx_does_not_serve_is_refused_before_anything_is_written(
     with pytest.raises(InvalidArgument, match=match):
         build(settings(model, tmp_path / "out", **changes))
     assert not (tmp_path / "out").exists()
+
+
+def test_rtx_on_a_gpu_that_it_does_not_serve_is_refused_before_anything_is_written(
+    model, tmp_path, standin
+):
+    standin.capability = "9.0"
+    match = "compute-capability: expected one that rtx serves .*--builder tensorrt.*got '9.0'"
+    with pytest.raises(InvalidArgument, match=match):
+        build(settings(model, tmp_path / "out", builder="rtx", plugin=standin.plugin))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("builder", ["tensorrt", "rtx"])
+def test_engines_are_built_again_for_another_gpu(model, tmp_path, standin, builder):
+    wanted = settings(model, tmp_path / "out", builder=builder, plugin=standin.plugin)
+    assert build(wanted).compute_capabilities == ("8.0",)
+    assert build(wanted).compute_capabilities == ("8.0",) and standin.built == [0, 1]
+    standin.capability = "8.9"
+    made = build(wanted)
+    assert made.compute_capabilities == ("8.9",) and standin.built == [0, 1, 0, 1]
+    made.check(wanted.out, 2, RuntimeFacts(compute_capability="8.9"))
+
+
+def test_named_capabilities_need_no_gpu(model, tmp_path, standin, monkeypatch):
+    monkeypatch.setattr(build_module, "own_capability", None)
+    changes = {"builder": "rtx", "plugin": standin.plugin, "compute_capabilities": ("8.6", "12.0")}
+    assert build(settings(model, tmp_path / "out", **changes)).builder == "rtx"
+    assert build(settings(model, tmp_path / "none")).compute_capabilities == ()
+
+
+def test_the_gpu_is_asked_for_in_a_process_of_its_own(tmp_path, monkeypatch):
+    compiler = shutil.which("cc") or pytest.skip("no C compiler for the driver's double")
+    source = tmp_path / "cuda.c"
+    source.write_text(
+        "int cuInit(unsigned f) { return 0; }\n"
+        "int cuDeviceGet(int* d, int n) { *d = 7; return n; }\n"
+        "int cuDeviceGetAttribute(int* v, int a, int d)"
+        " { *v = a == 75 ? 12 : a == 76 ? 1 : -1; return d != 7; }\n"
+    )
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    assert own_capability("tensorrt") == "12.1"
+    library.write_bytes(b"")
+    for builder, remedy in (("tensorrt", "run on the GPU"), ("rtx", "--compute-capability")):
+        match = f"builder {builder}: expected a GPU.*no GPU driver.*{remedy}.*--builder none"
+        with pytest.raises(Unavailable, match=match):
+            own_capability(builder)
 
 
 def test_full_tensorrts_engine_is_recorded_for_the_gpu_that_it_was_built_on(tmp_path, monkeypatch):
