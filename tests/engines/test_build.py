@@ -36,7 +36,7 @@ from granikv.engines.io import BuildLimits
 from granikv.engines.manifest import RuntimeFacts, load_manifest
 from granikv.engines.records import sole_writer
 from granikv.engines.sharding import Shard
-from granikv.errors import InvalidArgument, ModelFileError, Unavailable
+from granikv.errors import EngineMismatch, InvalidArgument, ModelFileError, Unavailable
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"max_requests": 4, "max_tokens": 16, "max_seq_len": 64, "capacity_tokens": 256}
@@ -120,6 +120,23 @@ def test_a_second_run_makes_only_what_is_missing(model, tmp_path, monkeypatch):
     os.utime(model / "model.safetensors")
     build(settings(model, out, dtype="float16"))
     assert exported == [0, 1, 1, 0, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["export", "graph", "io", "sharding", "plugin_abi_hash"])
+def test_other_source_makes_other_graphs(model, tmp_path, monkeypatch, name):
+    out = tmp_path / "out"
+    build(settings(model, out))
+    times = [(out / f"rank{rank}.onnx").stat().st_mtime_ns for rank in range(2)]
+    if name == "plugin_abi_hash":
+        monkeypatch.setattr(build_module, name, lambda: "0" * 16)
+    else:
+        module = getattr(build_module, name)
+        changed = tmp_path / "changed.py"
+        changed.write_text(Path(module.__file__).read_text() + "# changed\n")
+        monkeypatch.setattr(module, "__file__", str(changed))
+    build(settings(model, out))
+    for rank, time_ns in enumerate(times):
+        assert (out / f"rank{rank}.onnx").stat().st_mtime_ns > time_ns
 
 
 def test_other_buffer_sizes_make_other_graphs(model, tmp_path, monkeypatch):
@@ -248,6 +265,38 @@ def test_engines_are_built_again_for_another_gpu(model, tmp_path, standin, build
     made = build(wanted)
     assert made.compute_capabilities == ("8.9",) and standin.built == [0, 1, 0, 1]
     made.check(wanted.out, 2, RuntimeFacts(compute_capability="8.9"))
+
+
+def test_engines_are_built_again_for_another_plugin_or_tensorrt(model, tmp_path, standin):
+    wanted = settings(model, tmp_path / "out", tp_size=1, builder="tensorrt", plugin=standin.plugin)
+    build(wanted)
+    graph_time = (wanted.out / "rank0.onnx").stat().st_mtime_ns
+    os.utime(standin.plugin)
+    build(wanted)
+    assert standin.built == [0]
+    standin.plugin.write_bytes(b"plugiN")
+    build(wanted)
+    assert standin.built == [0, 0]
+    standin.version = "10.14"
+    assert build(wanted).tensorrt_version == "10.14" and standin.built == [0, 0, 0]
+    assert (wanted.out / "rank0.onnx").stat().st_mtime_ns == graph_time
+
+
+def test_another_network_than_the_tables_is_not_kept(model, tmp_path, standin, monkeypatch):
+    made_by = build_module.build_engine
+
+    def without_an_input(request):
+        made = made_by(request)
+        return made | {"inputs": made["inputs"][:-1]}
+
+    wanted = settings(model, tmp_path / "out", builder="tensorrt", plugin=standin.plugin)
+    with monkeypatch.context() as patch:
+        patch.setattr(build_module, "build_engine", without_an_input)
+        for _ in range(2):  # nor taken for finished
+            with pytest.raises(EngineMismatch, match="inputs of the engine's network.*got None"):
+                build(wanted)
+    assert standin.built == [0, 0] and not (wanted.out / "manifest.json").exists()
+    assert build(wanted).builder == "tensorrt"
 
 
 def test_named_capabilities_need_no_gpu(model, tmp_path, standin, monkeypatch):
