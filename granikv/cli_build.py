@@ -52,7 +52,9 @@ def build(
     ] = None,
     compute_capability: Annotated[
         list[str] | None,
-        typer.Option(help="For rtx without a GPU: like 8.9; may be repeated."),
+        typer.Option(
+            help="Of the GPUs to build for, rtx only: like 8.9; may be repeated. This GPU if absent."
+        ),
     ] = None,
 ) -> None:
     """Build one graph and one engine per tensor-parallel rank, and their manifest.

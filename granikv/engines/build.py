@@ -16,11 +16,12 @@ from pathlib import Path
 
 from granikv.engines import export, graph, io, sharding
 from granikv.engines.builders import (
-    RTX_COMPUTE_CAPABILITIES,
     BuildRequest,
     build_engine,
+    check_capabilities,
     check_network,
     choose_builder,
+    own_capability,
     profile_of,
 )
 from granikv.engines.checkpoint import Checkpoint, open_checkpoint
@@ -58,7 +59,7 @@ class ExportSettings:
 class BuildSettings(ExportSettings):
     builder: str = "auto"
     plugin: Path | None = None  # shared library; needed by every builder but none
-    compute_capabilities: tuple[str, ...] = ()  # rtx without a GPU; empty: this machine's GPU
+    compute_capabilities: tuple[str, ...] = ()  # rtx only; empty: this machine's GPU
 
 
 @contextlib.contextmanager
@@ -68,14 +69,20 @@ def no_progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]
 
 def build(settings: BuildSettings, progress: Progress = no_progress) -> Manifest:
     """Everything into settings.out. Raises InvalidArgument, ModelFileError, Unsupported (a model
-    that is not served) or Unavailable (no builder, no plugin, no space, TensorRT's refusal).
+    that is not served) or Unavailable (no builder, no GPU, no plugin, no space, TensorRT's refusal).
     """
+    check_capabilities(settings.builder, settings.compute_capabilities)
     checkpoint, limits, shards = open_shards(settings)
     builder, builder_version = choose_builder(settings.builder)
     plugin = _plugin(settings, builder)
+    own = None  # the GPU that an engine is for if none is named
+    if builder != "none" and not settings.compute_capabilities:
+        own = own_capability(builder)
+        if builder == "rtx":
+            check_capabilities(builder, [own])
     with sole_writer(settings.out):
         return _build(
-            settings, checkpoint, limits, shards, builder, builder_version, plugin, progress
+            settings, checkpoint, limits, shards, builder, builder_version, plugin, own, progress
         )
 
 
@@ -87,11 +94,14 @@ def _build(
     builder: str,
     builder_version: str | None,
     plugin: Path | None,
+    own: str | None,
     progress: Progress,
 ) -> Manifest:
-    graph_key = key_of(checkpoint.fingerprint(), settings.dtype, asdict(limits), _source_hash())
+    described = export.engine_io(shards[0], limits, settings.dtype).describe()
+    graph_key = key_of(checkpoint.fingerprint(), settings.dtype, asdict(limits), described,
+                       _source_hash())  # fmt: skip
     engine_key = key_of(graph_key, builder, builder_version, plugin and file_hash(plugin),
-                      settings.compute_capabilities)  # fmt: skip
+                      settings.compute_capabilities, own)  # fmt: skip
     ranks: list[RankFiles] = []
     made: dict = {}
     for shard in shards:
@@ -122,7 +132,7 @@ def _build(
         limits=limits,
         builder=builder,
         ranks=tuple(ranks),
-        io=export.engine_io(shards[0], limits, settings.dtype).describe(),
+        io=described,
         tensorrt_version=builder_version,
         compute_capabilities=tuple(made.get("compute_capabilities", ())),
         plugin_abi_hash=plugin_abi_hash(),
@@ -192,9 +202,6 @@ def _build_engine(
 ) -> tuple[list[FileEntry], dict]:
     path = settings.out / f"rank{shard.rank}.engine"
     capabilities = list(settings.compute_capabilities)
-    unknown = [x for x in capabilities if x not in RTX_COMPUTE_CAPABILITIES]
-    if builder == "rtx" and unknown:
-        raise InvalidArgument("compute capability", unknown[0], f"one of {RTX_COMPUTE_CAPABILITIES}")  # fmt: skip
     table = export.engine_io(shard, limits, settings.dtype)
     graph_file = settings.out / f"rank{shard.rank}.onnx"
     request = BuildRequest(

@@ -1,7 +1,7 @@
 """Builds one engine in a process of its own: `python -m granikv.engines.build_worker REQUEST`.
 
-REQUEST is the JSON of builders.BuildRequest. The last line of standard output is JSON: the
-version and the engine's compute capabilities, or an error. A crash of the library or its memory
+REQUEST is the JSON of builders.BuildRequest, or asks for the version or this GPU's capability. The
+last line of standard output is JSON: what was made or asked for, or an error. A crash of the library or its memory
 never reaches the caller.
 It imports neither torch nor onnx.
 """
@@ -82,8 +82,8 @@ def build(request: dict) -> dict:
     for name, shapes in request["profile"].items():
         profile.set_shape(name, *(tuple(shapes[x]) for x in ("min", "opt", "max")))
     config.add_optimization_profile(profile)
-    capabilities = request["compute_capabilities"]
-    if request["builder"] == "rtx" and capabilities:
+    capabilities = request["compute_capabilities"] if request["builder"] == "rtx" else []
+    if capabilities:
         config.num_compute_capabilities = len(capabilities)
         for index, capability in enumerate(capabilities):
             known = getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}", None)
@@ -136,6 +136,8 @@ def main() -> int:
     try:
         if request.get("probe"):
             result = {"version": load_tensorrt(request["builder"]).__version__}
+        elif request.get("own_capability"):
+            result = {"compute_capability": own_capability()}
         else:
             result = build(request)
     except (ImportError, OSError, RuntimeError, AttributeError) as error:

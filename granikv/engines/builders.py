@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -22,7 +22,7 @@ from granikv.engines.io import NETWORK_INPUTS, NETWORK_OUTPUTS, EngineIO
 from granikv.errors import EngineMismatch, InvalidArgument, Unavailable
 
 BUILDERS = ("auto", "tensorrt", "rtx", "none")
-RTX_COMPUTE_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0")
+RTX_COMPUTE_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
 TRT_TYPES = {"int32": "INT32", "float32": "FLOAT"}  # of DataType, by the table's names
 RTX_LIBRARY = "libtensorrt_rtx.so"  # its parser opens it by this name, without a version
 
@@ -69,6 +69,33 @@ def choose_builder(name: str) -> tuple[str, str | None]:
         f"builder {wanted}: expected {package}, got {result['error']}; install it, run in the "
         "project's container, or build with --builder none and stop at ONNX"
     )
+
+
+def check_capabilities(builder: str, capabilities: Sequence[str]) -> None:
+    """Raises InvalidArgument unless the builder makes engines for these compute capabilities.
+
+    capabilities: as asked for; only rtx builds for other GPUs than this machine's.
+    """
+    if capabilities and builder != "rtx":
+        expected = f"none with --builder {builder}; leave it out, or take --builder rtx"
+        raise InvalidArgument("compute-capability", list(capabilities), expected)
+    for capability in capabilities:
+        if capability not in RTX_COMPUTE_CAPABILITIES:
+            served = ", ".join(RTX_COMPUTE_CAPABILITIES)
+            expected = f"one that rtx serves ({served}), or --builder tensorrt on the GPU itself"
+            raise InvalidArgument("compute-capability", capability, expected)
+
+
+def own_capability(builder: str) -> str:
+    """Of this machine's first GPU, like "9.0". Raises Unavailable, with what builds without one."""
+    result = _run({"own_capability": True}, dict(os.environ), check=False)
+    if "error" in result:
+        other = "name GPUs with --compute-capability" if builder == "rtx" else "run on the GPU"
+        raise Unavailable(
+            f"builder {builder}: expected a GPU to build for, got {result['error']}; {other}, or "
+            "stop at ONNX with --builder none"
+        )
+    return result["compute_capability"]
 
 
 def build_engine(request: BuildRequest) -> dict:
