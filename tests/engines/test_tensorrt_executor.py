@@ -15,9 +15,10 @@ from tiny_engine import ARCHS, run, three_levels, tokens
 from granikv.config import EngineConfig
 from granikv.engine import Engine
 from granikv.engines.build import BuildSettings, build
+from granikv.engines.io import MAX_BINDINGS
 from granikv.engines.manifest import RuntimeFacts
-from granikv.engines.runtime import TensorRTRuntime
-from granikv.errors import EngineMismatch, InvalidArgument
+from granikv.engines.runtime import BINDINGS, BindingNumbers, TensorRTRuntime
+from granikv.errors import EngineMismatch, InvalidArgument, Unavailable
 from granikv.executor.tensorrt_executor import TensorRTExecutor
 from granikv.executor.torch_executor import TorchExecutor
 from granikv.models import load_model
@@ -171,6 +172,49 @@ def test_misfits_are_refused_before_anything_is_allocated(built, monkeypatch):
     with pytest.raises(InvalidArgument, match="dtype.*bfloat16"):
         make_executor(built, settings=config(dtype="bfloat16"))
     assert runtime.loaded is None
+
+
+def test_two_executors_of_a_process_keep_to_their_arenas(built):
+    """One is closed, twice, while the other goes on; then its number is free."""
+    first, second = (make_engine(make_executor(built, arch), config()) for arch in ARCHS[:2])
+    wanted = []
+    for arch in ARCHS[:2]:
+        reference = torch_engine(built, arch)
+        wanted.append(run(reference, three_levels(), max_tokens=6)[0])
+        reference.close()
+    numbers = [engine.executor.binding for engine in (first, second)]
+    assert numbers[0] != numbers[1]
+    for want, engine in zip(wanted, (first, second), strict=True):
+        assert run(engine, three_levels(), max_tokens=6)[0] == want
+    first.executor.close()
+    first.close()
+    third = make_executor(built)
+    assert third.binding == numbers[0]
+    first.executor.close()  # it is the third's now
+    assert third.runtime.bound == {numbers[0]}
+    assert run(second, three_levels(), max_tokens=6)[0] == wanted[1]
+    third.close()
+    second.close()
+
+
+def test_a_start_that_fails_frees_its_number(built):
+    executor = make_executor(built)
+    number, runtime = executor.binding, EngineDouble(built[ARCHS[0]][2].io)
+    executor.close()
+    runtime.set_tensor_address = lambda name, address: False
+    with pytest.raises(Unavailable, match="build it again"):
+        make_executor(built, runtime=runtime)
+    assert not runtime.bound and BINDINGS.take() == number
+    BINDINGS.release(number)
+
+
+def test_a_number_more_than_the_engine_knows_is_refused():
+    numbers = BindingNumbers()
+    assert [numbers.take() for _ in range(MAX_BINDINGS)] == list(range(MAX_BINDINGS))
+    with pytest.raises(Unavailable, match=f"binding: expected at most {MAX_BINDINGS}.*close one"):
+        numbers.take()
+    numbers.release(5)
+    assert numbers.take() == 5
 
 
 def test_a_refused_step_fails_its_requests(built):

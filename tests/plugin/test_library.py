@@ -173,6 +173,33 @@ def test_bad_arenas_are_refused(loaded, arguments, message):
     assert message in loaded.granikvLastError()
 
 
+BIND_TWICE = """
+import ctypes, sys
+library = ctypes.CDLL(sys.argv[1])
+library.granikvLastError.restype = ctypes.c_char_p
+addresses = (ctypes.c_int64 * 2)(4096, 8192)
+bind = lambda: library.granikvBindArenas(
+    0, 0, 1, addresses, ctypes.c_int64(64), 9, 3, 64, b"bf16")
+print(bind(), bind(), library.granikvLastError().decode())
+print(library.granikvUnbindArenas(0), bind(), library.granikvUnbindArenas(0))
+"""
+
+
+@WITHOUT_GPU
+def test_a_bound_number_is_refused_until_it_is_unbound(library, fake_cuda, tmp_path):
+    known_kernels(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", BIND_TWICE, str(library)],
+        capture_output=True, text=True, env=environment(tmp_path, fake_cuda, 90),
+    )  # fmt: skip
+    first, second = done.stdout.splitlines()
+    assert first.startswith("0 -1 ") and first.endswith(
+        "binding: expected a number that is not bound, got 0; take another, or call "
+        "granikvUnbindArenas first"
+    )
+    assert second == "0 0 0"
+
+
 def test_communicators(loaded):
     numbers = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32]
     loaded.granikvSetCommunicator.argtypes = numbers

@@ -150,6 +150,10 @@ void bindArenas(int32_t binding, int32_t device, int32_t num_layers, int64_t con
         require(addresses[i] && addresses[i] % 16 == 0, "k_and_v_addresses", addresses[i],
                 "device addresses of 16-byte alignment");
     std::lock_guard<std::mutex> const lock(registry_mutex);
+    if (registry.count(binding))  // replaced, the steps of who bound it would run in these arenas
+        throw std::invalid_argument("binding: expected a number that is not bound, got " +
+                                    std::to_string(binding) +
+                                    "; take another, or call granikvUnbindArenas first");
     auto made = std::make_shared<Arenas>();
     made->kernels = loadKernels(device, heads);
     made->capacity = capacity;
