@@ -13,6 +13,8 @@
 
 namespace granikv {
 
+constexpr int32_t kMaxLayers = 4096;
+
 struct Kernel {
     CUfunction function{};
     Cubin const* cubin{};
