@@ -54,6 +54,8 @@ class TensorRTExecutor(DeviceExecutor):
     ):
         manifest.check(folder, tp_size, runtime.facts(), runtime.file_kind)
         sizes = engine_sizes(engine_config, manifest)
+        # first: the plan of the arenas counts what is free
+        runtime.load(manifest.file(folder, rank, runtime.file_kind))
         self.rank = rank
         shard = Shard(manifest.model, tp_size, rank)
         own = replace(shard.rank_config, max_position=manifest.limits.max_seq_len)
@@ -69,7 +71,6 @@ class TensorRTExecutor(DeviceExecutor):
         )
         self._row_zero = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._shapes: dict[str, tuple[int, ...]] = {}
-        runtime.load(manifest.file(folder, rank, runtime.file_kind))
         with ExitStack() as undo:
             self.binding = BINDINGS.take()
             undo.callback(BINDINGS.release, self.binding)

@@ -225,6 +225,19 @@ def test_a_manifest_without_sizes_is_refused(built, tmp_path):
             load_manifest(tmp_path)
 
 
+def test_the_weights_are_loaded_before_the_arenas_are_planned(built, monkeypatch):
+    _, _, manifest = built[ARCHS[0]]
+    runtime, begin, loaded = EngineDouble(manifest.io), DeviceExecutor.__init__, []
+
+    def init(*args, **options):
+        loaded.append(runtime.loaded)
+        begin(*args, **options)
+
+    monkeypatch.setattr(DeviceExecutor, "__init__", init)
+    make_executor(built, runtime=runtime).close()
+    assert loaded == [runtime.loaded] and runtime.loaded is not None
+
+
 def test_two_executors_of_a_process_keep_to_their_arenas(built):
     """One is closed, twice, while the other goes on; then its number is free."""
     first, second = (make_engine(make_executor(built, arch), config()) for arch in ARCHS[:2])
