@@ -11,8 +11,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from granikv.attention.plan_buffers import step_capacities
 from granikv.config import ModelConfig
-from granikv.engines.io import DTYPES, BuildLimits, plugin_abi_hash
+from granikv.engines.io import (
+    DTYPES,
+    BuildLimits,
+    EngineIO,
+    attention_shape_of,
+    plugin_abi_hash,
+)
 from granikv.engines.sharding import Shard
 from granikv.errors import EngineMismatch, InvalidArgument, ModelFileError
 
@@ -106,8 +113,23 @@ class Manifest:
                 f"{where}: compute capability: expected {capability}, this GPU's, got engines "
                 f"for {built}; {rebuild} on this GPU"
             )
+        own, built_for = _sizes(self.package_io()), _sizes(self.io)
+        for name, key in own | built_for:
+            expected, got = (sizes.get((name, key), "none") for sizes in (own, built_for))
+            if got != expected:
+                raise EngineMismatch(
+                    f"{where}: {name}: {key}: expected {expected}, the size of this package's "
+                    f"buffers, got {got}; {rebuild}"
+                )
         for rank in range(tp_size):
             self.file(folder, rank, kind)
+
+    def package_io(self) -> dict[str, Any]:
+        """EngineIO.describe() with the buffers that the executor makes for these engines."""
+        shard, limits = Shard(self.model, self.tp_size, 0), self.limits
+        shape = attention_shape_of(shard.rank_config, self.dtype)
+        capacities = step_capacities(limits.max_requests, limits.max_tokens, shape)
+        return EngineIO(limits, shard.rank_config, capacities, shard.vocab_shard).describe()
 
     def file(self, folder: Path, rank: int, kind: str = "engine") -> Path:
         """Path of a rank's file, "engine", "graph" or "weights". Raises EngineMismatch."""
@@ -127,6 +149,16 @@ class Manifest:
                 f"{remedy}"
             )
         return path
+
+
+def _sizes(io: dict[str, Any]) -> dict[tuple[str, str], Any]:
+    """What engine and executor must agree on: {(input or output, "dims"): its dimensions}."""
+    return {
+        (f"{side} {entry['name']}", key): entry[key]
+        for side, entries in (("input", io["inputs"]), ("output", io["outputs"]))
+        for entry in entries
+        for key in ("dtype", "dims", "min", "max")
+    }
 
 
 def load_manifest(folder: Path) -> Manifest:
@@ -154,6 +186,7 @@ def load_manifest(folder: Path) -> Manifest:
 def _parse(raw: dict) -> Manifest:
     if raw["dtype"] not in DTYPES:
         raise InvalidArgument("dtype", raw["dtype"], f"one of {DTYPES}")
+    _sizes(raw["io"])
     model = raw["model"] | {"eos_token_ids": tuple(raw["model"]["eos_token_ids"])}
     ranks = tuple(
         RankFiles(**{kind: FileEntry(**entry) for kind, entry in files.items() if entry})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,11 +17,39 @@ import torch
 from granikv.attention.plan_buffers import ADDRESS_ALIGNMENT_BYTES
 from granikv.config import ModelConfig
 from granikv.engines.build_worker import load_tensorrt
+from granikv.engines.io import MAX_BINDINGS
 from granikv.engines.manifest import RuntimeFacts
 from granikv.errors import InvalidArgument, ModelFileError, Unavailable
 
 NCCL_ID_BYTES = 128
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+class BindingNumbers:
+    """Numbers of arenas. The plugin library has one set of them for the whole process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken: set[int] = set()
+
+    def take(self) -> int:
+        """The lowest that is free. Raises Unavailable when none is."""
+        with self._lock:
+            for number in range(MAX_BINDINGS):
+                if number not in self._taken:
+                    self._taken.add(number)
+                    return number
+        raise Unavailable(
+            f"binding: expected at most {MAX_BINDINGS} engines in a process, got one more; close "
+            "one, or start another process"
+        )
+
+    def release(self, number: int) -> None:
+        with self._lock:
+            self._taken.remove(number)
+
+
+BINDINGS = BindingNumbers()
 
 
 class EngineRuntime(Protocol):
@@ -44,7 +73,10 @@ class EngineRuntime(Protocol):
     def bind_arenas(
         self, binding: int, k_arena: torch.Tensor, v_arena: torch.Tensor, config: ModelConfig
     ) -> None:
-        """Tell the attention plugin of arenas [L, capacity, Hkv, D]; config: of this rank."""
+        """Tell the attention plugin of arenas [L, capacity, Hkv, D]; config: of this rank.
+
+        binding: of BINDINGS. Raises Unavailable for one that is bound.
+        """
 
     def unbind_arenas(self, binding: int) -> None:
         """After the last step has finished."""

@@ -6,6 +6,7 @@ slot writes, input ids and sampling are DeviceExecutor's, as for the torch decod
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from granikv.attention.plan_buffers import PlanBuffers, attention_shape, sm_coun
 from granikv.config import EngineConfig, ModelConfig
 from granikv.engines.io import NETWORK_INPUTS, EngineIO
 from granikv.engines.manifest import Manifest
-from granikv.engines.runtime import EngineRuntime
+from granikv.engines.runtime import BINDINGS, EngineRuntime
 from granikv.engines.sharding import Shard
 from granikv.engines.step_inputs import StepInputs
 from granikv.errors import InvalidArgument, Unavailable
@@ -36,7 +37,7 @@ class TensorRTExecutor(DeviceExecutor):
 
     Buffers are of the sizes that the engine was built for; engine_config may ask for less. Raises
     EngineMismatch or InvalidArgument before anything is allocated, then what DeviceExecutor
-    raises. binding: number of the arenas in this process.
+    raises. binding: number of the arenas in this process, free again after `close`.
     """
 
     def __init__(
@@ -50,31 +51,36 @@ class TensorRTExecutor(DeviceExecutor):
         use_graphs: bool = True,
         rank: int = 0,
         tp_size: int = 1,
-        binding: int = 0,
     ):
         manifest.check(folder, tp_size, runtime.facts(), runtime.file_kind)
         sizes = engine_sizes(engine_config, manifest)
+        # first: the plan of the arenas counts what is free
+        runtime.load(manifest.file(folder, rank, runtime.file_kind))
         self.rank = rank
         shard = Shard(manifest.model, tp_size, rank)
         own = replace(shard.rank_config, max_position=manifest.limits.max_seq_len)
         super().__init__(sizes, own, sampler, device, use_graphs)
         self.decoder = Network(own)
-        self.runtime, self.binding = runtime, binding
+        self.runtime = runtime
         shape = attention_shape(own, DTYPES[sizes.dtype])
         self.buffers = PlanBuffers(shape, self.capacities, self.device, sm_count(self.device))
         self.buffers.gluon = True  # in the plugin, where its library and this GPU have them
         io = EngineIO(manifest.limits, own, self.capacities, shard.vocab_shard)
-        self.inputs = StepInputs(io, self.buffers, self.request_slots, binding)
         self.logits = torch.zeros(
             manifest.limits.max_requests, shard.vocab_shard, device=self.device
         )
         self._row_zero = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._shapes: dict[str, tuple[int, ...]] = {}
-        runtime.load(manifest.file(folder, rank, runtime.file_kind))
-        runtime.bind_arenas(binding, self.k_arena, self.v_arena, own)
-        for spec in NETWORK_INPUTS:
-            self._bind(spec.name, self.inputs.tensors[spec.name])
-        self._bind("logits", self.logits)
+        with ExitStack() as undo:
+            self.binding = BINDINGS.take()
+            undo.callback(BINDINGS.release, self.binding)
+            runtime.bind_arenas(self.binding, self.k_arena, self.v_arena, own)
+            undo.callback(runtime.unbind_arenas, self.binding)
+            self.inputs = StepInputs(io, self.buffers, self.request_slots, self.binding)
+            for spec in NETWORK_INPUTS:
+                self._bind(spec.name, self.inputs.tensors[spec.name])
+            self._bind("logits", self.logits)
+            self._undo = undo.pop_all()  # what `close` does, once
 
     def _bind(self, name: str, tensor: torch.Tensor) -> None:
         if not self.runtime.set_tensor_address(name, tensor.data_ptr()):
@@ -107,7 +113,7 @@ class TensorRTExecutor(DeviceExecutor):
 
     def close(self) -> None:
         super().close()
-        self.runtime.unbind_arenas(self.binding)
+        self._undo.close()
 
 
 def engine_sizes(config: EngineConfig, manifest: Manifest) -> EngineConfig:

@@ -15,9 +15,11 @@ from tiny_engine import ARCHS, run, three_levels, tokens
 from granikv.config import EngineConfig
 from granikv.engine import Engine
 from granikv.engines.build import BuildSettings, build
-from granikv.engines.manifest import RuntimeFacts
-from granikv.engines.runtime import TensorRTRuntime
-from granikv.errors import EngineMismatch, InvalidArgument
+from granikv.engines.io import MAX_BINDINGS
+from granikv.engines.manifest import RuntimeFacts, load_manifest
+from granikv.engines.runtime import BINDINGS, BindingNumbers, TensorRTRuntime
+from granikv.errors import EngineMismatch, InvalidArgument, ModelFileError, Unavailable
+from granikv.executor.device_executor import DeviceExecutor
 from granikv.executor.tensorrt_executor import TensorRTExecutor
 from granikv.executor.torch_executor import TorchExecutor
 from granikv.models import load_model
@@ -171,6 +173,112 @@ def test_misfits_are_refused_before_anything_is_allocated(built, monkeypatch):
     with pytest.raises(InvalidArgument, match="dtype.*bfloat16"):
         make_executor(built, settings=config(dtype="bfloat16"))
     assert runtime.loaded is None
+
+
+def changed(manifest, side, name, /, **changes):
+    """The manifest, as of a package with other buffers."""
+    entries = [entry | changes if entry["name"] == name else entry for entry in manifest.io[side]]
+    return dataclasses.replace(manifest, io=manifest.io | {side: entries})
+
+
+@pytest.mark.parametrize(
+    "side,name,key,step",
+    [
+        ("inputs", "merge_indptr", "max", 1),
+        ("inputs", "hot_items", "max", -1),
+        ("inputs", "request_slots", "dims", 1),
+        ("outputs", "logits", "max", 1),
+    ],
+)
+def test_engines_of_other_buffer_sizes_are_refused(built, monkeypatch, side, name, key, step):
+    """With both values, before an engine is loaded or anything is allocated."""
+    _, out, manifest = built[ARCHS[0]]
+    (entry,) = (x for x in manifest.io[side] if x["name"] == name)
+    sizes = [entry[key][0] + step, *entry[key][1:]]
+    monkeypatch.setitem(built, "other", (None, out, changed(manifest, side, name, **{key: sizes})))
+    monkeypatch.setattr(DeviceExecutor, "__init__", None)
+    runtime = EngineDouble(manifest.io)
+    with pytest.raises(EngineMismatch) as caught:
+        make_executor(built, "other", runtime=runtime)
+    parts = (f"{side[:-1]} {name}: {key}: expected {entry[key]}", f"got {sizes}", "granikv build")
+    assert all(part in str(caught.value) for part in parts), caught.value
+    assert runtime.loaded is None
+
+
+def test_engines_with_another_input_are_refused(built):
+    _, out, manifest = built[ARCHS[0]]
+    other = changed(manifest, "inputs", "token_ids", name="token_numbers")
+    with pytest.raises(EngineMismatch, match="input token_ids: dtype: expected int32.*got none"):
+        other.check(out, 1, RuntimeFacts(), "graph")
+    # the words of a description, and what a build tunes for, are free
+    changed(manifest, "inputs", "token_ids", meaning="", opt=[1]).check(
+        out, 1, RuntimeFacts(), "graph"
+    )
+
+
+def test_a_manifest_without_sizes_is_refused(built, tmp_path):
+    manifest = built[ARCHS[0]][2]
+    for io in ({}, {"inputs": [{"name": "token_ids"}], "outputs": []}, []):
+        other = dataclasses.replace(manifest, io=io)
+        (tmp_path / "manifest.json").write_text(other.to_json())
+        with pytest.raises(ModelFileError, match="build again"):
+            load_manifest(tmp_path)
+
+
+def test_the_weights_are_loaded_before_the_arenas_are_planned(built, monkeypatch):
+    _, _, manifest = built[ARCHS[0]]
+    runtime, begin, loaded = EngineDouble(manifest.io), DeviceExecutor.__init__, []
+
+    def init(*args, **options):
+        loaded.append(runtime.loaded)
+        begin(*args, **options)
+
+    monkeypatch.setattr(DeviceExecutor, "__init__", init)
+    make_executor(built, runtime=runtime).close()
+    assert loaded == [runtime.loaded] and runtime.loaded is not None
+
+
+def test_two_executors_of_a_process_keep_to_their_arenas(built):
+    """One is closed, twice, while the other goes on; then its number is free."""
+    first, second = (make_engine(make_executor(built, arch), config()) for arch in ARCHS[:2])
+    wanted = []
+    for arch in ARCHS[:2]:
+        reference = torch_engine(built, arch)
+        wanted.append(run(reference, three_levels(), max_tokens=6)[0])
+        reference.close()
+    numbers = [engine.executor.binding for engine in (first, second)]
+    assert numbers[0] != numbers[1]
+    for want, engine in zip(wanted, (first, second), strict=True):
+        assert run(engine, three_levels(), max_tokens=6)[0] == want
+    first.executor.close()
+    first.close()
+    third = make_executor(built)
+    assert third.binding == numbers[0]
+    first.executor.close()  # it is the third's now
+    assert third.runtime.bound == {numbers[0]}
+    assert run(second, three_levels(), max_tokens=6)[0] == wanted[1]
+    third.close()
+    second.close()
+
+
+def test_a_start_that_fails_frees_its_number(built):
+    executor = make_executor(built)
+    number, runtime = executor.binding, EngineDouble(built[ARCHS[0]][2].io)
+    executor.close()
+    runtime.set_tensor_address = lambda name, address: False
+    with pytest.raises(Unavailable, match="build it again"):
+        make_executor(built, runtime=runtime)
+    assert not runtime.bound and BINDINGS.take() == number
+    BINDINGS.release(number)
+
+
+def test_a_number_more_than_the_engine_knows_is_refused():
+    numbers = BindingNumbers()
+    assert [numbers.take() for _ in range(MAX_BINDINGS)] == list(range(MAX_BINDINGS))
+    with pytest.raises(Unavailable, match=f"binding: expected at most {MAX_BINDINGS}.*close one"):
+        numbers.take()
+    numbers.release(5)
+    assert numbers.take() == 5
 
 
 def test_a_refused_step_fails_its_requests(built):

@@ -157,7 +157,9 @@ def test_without_a_driver_or_tensorrt_it_says_so(loaded):
     ("arguments", "message"),
     [
         ((-1, 0, 1, 4096, 64, b"bf16"), b"binding: expected 0 or more, got -1"),
-        ((0, 0, 0, 4096, 64, b"bf16"), b"num_layers: expected 1 or more, got 0"),
+        ((0, 0, 0, 4096, 64, b"bf16"), b"num_layers: expected 1 to 4096, got 0"),
+        ((0, 0, 4097, 4096, 64, b"bf16"), b"num_layers: expected 1 to 4096, got 4097"),
+        ((0, 0, 2**30, 4096, 64, b"bf16"), b"num_layers: expected 1 to 4096, got 1073741824"),
         ((0, 0, 1, 4097, 64, b"bf16"), b"expected device addresses of 16-byte alignment, got 4097"),
         ((0, 0, 1, 4096, 0, b"bf16"), b"capacity: expected 1 to 2147483647 tokens, got 0"),
         ((0, 0, 1, 4096, 64, b"int8"), b"element: expected bf16, fp16 or fp32, got int8"),
@@ -171,6 +173,51 @@ def test_bad_arenas_are_refused(loaded, arguments, message):
     )
     assert result == -1
     assert message in loaded.granikvLastError()
+
+
+BIND_TWICE = """
+import ctypes, sys
+library = ctypes.CDLL(sys.argv[1])
+library.granikvLastError.restype = ctypes.c_char_p
+addresses = (ctypes.c_int64 * 2)(4096, 8192)
+bind = lambda: library.granikvBindArenas(
+    0, 0, 1, addresses, ctypes.c_int64(64), 9, 3, 64, b"bf16")
+print(bind(), bind(), library.granikvLastError().decode())
+print(library.granikvUnbindArenas(0), bind(), library.granikvUnbindArenas(0))
+"""
+
+
+@WITHOUT_GPU
+def test_a_bound_number_is_refused_until_it_is_unbound(library, fake_cuda, tmp_path):
+    known_kernels(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", BIND_TWICE, str(library)],
+        capture_output=True, text=True, env=environment(tmp_path, fake_cuda, 90),
+    )  # fmt: skip
+    first, second = done.stdout.splitlines()
+    assert first.startswith("0 -1 ") and first.endswith(
+        "binding: expected a number that is not bound, got 0; take another, or call "
+        "granikvUnbindArenas first"
+    )
+    assert second == "0 0 0"
+
+
+def test_null_pointers_are_refused(library):
+    """In a process of its own, which would crash."""
+    calls = {
+        "granikvInitCommunicator(0, None, 2, 0)": "unique_id: expected the 128 bytes .* got null",
+        "granikvNcclUniqueId(None, 128)": "bytes: expected room for 128, got null",
+        "granikvBindArenas(0, 0, 1, None, ctypes.c_int64(64), 9, 3, 64, b'bf16')": (
+            "k_and_v_addresses: expected an array"
+        ),
+        "granikvBindArenas(0, 0, 1, None, ctypes.c_int64(64), 9, 3, 64, None)": (
+            "element: expected bf16, fp16 or fp32, got nothing"
+        ),
+    }
+    for call, message in calls.items():
+        code = f"import ctypes; print(ctypes.CDLL({str(library)!r}).{call})"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.stdout.strip() == "-1" and re.search(message, done.stderr), (call, done)
 
 
 def test_communicators(loaded):

@@ -93,7 +93,9 @@ int ncclType(nvinfer1::DataType type) {
 }  // namespace
 
 void ncclUniqueId(void* bytes, int32_t size) {
-    if (!bytes || size != kUniqueIdBytes)
+    if (!bytes)
+        throw std::invalid_argument("bytes: expected room for 128, got null; give a buffer");
+    if (size != kUniqueIdBytes)
         throw std::invalid_argument("size: expected 128 bytes, got " + std::to_string(size));
     check(nccl().get_unique_id(static_cast<UniqueId*>(bytes)), "ncclGetUniqueId");
 }
@@ -114,6 +116,9 @@ void initCommunicator(int32_t number, void const* unique_id, int32_t tp_size, in
     require("communicator", number, 0, kMaxCommunicators - 1);
     require("tp_size", tp_size, 1, kMaxRanks);
     require("tp_rank", tp_rank, 0, tp_size - 1);
+    if (!unique_id)
+        throw std::invalid_argument(
+            "unique_id: expected the 128 bytes of granikvNcclUniqueId, got null; share rank 0's");
     UniqueId id;
     std::memcpy(&id, unique_id, sizeof(id));
     void* handle = nullptr;

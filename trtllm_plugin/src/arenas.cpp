@@ -142,7 +142,8 @@ void bindArenas(int32_t binding, int32_t device, int32_t num_layers, int64_t con
                 int64_t capacity, Heads const& heads) {
     require(binding >= 0, "binding", binding, "0 or more");
     require(device >= 0, "device", device, "0 or more");
-    require(num_layers >= 1, "num_layers", num_layers, "1 or more");
+    require(num_layers >= 1 && num_layers <= kMaxLayers, "num_layers", num_layers,
+            ("1 to " + std::to_string(kMaxLayers)).c_str());
     require(capacity >= 1 && capacity < (int64_t{1} << 31), "capacity", capacity,
             "1 to 2147483647 tokens");
     require(addresses != nullptr, "k_and_v_addresses", 0, "an array of [num_layers, 2]");
@@ -150,6 +151,10 @@ void bindArenas(int32_t binding, int32_t device, int32_t num_layers, int64_t con
         require(addresses[i] && addresses[i] % 16 == 0, "k_and_v_addresses", addresses[i],
                 "device addresses of 16-byte alignment");
     std::lock_guard<std::mutex> const lock(registry_mutex);
+    if (registry.count(binding))  // replaced, the steps of who bound it would run in these arenas
+        throw std::invalid_argument("binding: expected a number that is not bound, got " +
+                                    std::to_string(binding) +
+                                    "; take another, or call granikvUnbindArenas first");
     auto made = std::make_shared<Arenas>();
     made->kernels = loadKernels(device, heads);
     made->capacity = capacity;

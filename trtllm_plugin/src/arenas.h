@@ -13,6 +13,8 @@
 
 namespace granikv {
 
+constexpr int32_t kMaxLayers = 4096;
+
 struct Kernel {
     CUfunction function{};
     Cubin const* cubin{};
@@ -44,8 +46,8 @@ struct Arenas {
     std::vector<std::vector<std::array<CUtensorMap, 2>>> maps;  // [map kind][layer]: K, V
 };
 
-// addresses: [num_layers, 2], K and V of each layer. Replaces what was bound under the number.
-// Throws std::invalid_argument or std::runtime_error.
+// addresses: [num_layers, 2], K and V of each layer. Throws std::invalid_argument (also for a
+// number that is bound) or std::runtime_error.
 void bindArenas(int32_t binding, int32_t device, int32_t num_layers, int64_t const* addresses,
                 int64_t capacity, Heads const& heads);
 bool unbindArenas(int32_t binding);                         // false when nothing was bound

@@ -12,7 +12,7 @@ using nvinfer1::DynamicPluginTensorDesc;
 using nvinfer1::PluginTensorDesc;
 
 constexpr double kLog2E = 1.4426950408889634;
-constexpr int64_t kMaxLayers = 4096, kMaxHeads = 1024, kMaxHeadDim = 256, kMaxPartials = 1 << 24;
+constexpr int64_t kMaxHeads = 1024, kMaxHeadDim = 256, kMaxPartials = 1 << 24;
 constexpr size_t kAlignment = 256;
 constexpr int32_t kPointerAlignment = 16;  // of every pointer, as the kernels are compiled
 
