@@ -35,7 +35,7 @@ def check_engine(config: EngineConfig) -> tuple[EngineConfig, ModelConfig]:
         config, model = _engines(config)
     else:
         config = resolve_device(_with_quantization(config))
-        model = _model_shape(config)
+        model = model_shape(config)
         _check_ranks(config, model)
     if config.max_seq_len > model.max_position:
         expected = f"0 to {model.max_position}, the model's context"
@@ -133,7 +133,8 @@ def _with_quantization(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(config, quantization="fp8")
 
 
-def _model_shape(config: EngineConfig) -> ModelConfig:
+def model_shape(config: EngineConfig) -> ModelConfig:
+    """The whole model's, without its weights. Raises InvalidArgument, and what load_config raises."""
     if not config.random_weights:
         return load_config(config.model)
     if config.model is None:

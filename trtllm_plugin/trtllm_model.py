@@ -31,7 +31,6 @@ from tensorrt_llm.module import Module, ModuleList
 from tensorrt_llm.parameter import Parameter
 
 from granikv import env
-from granikv.engines.export import engine_io
 from granikv.engines.io import (
     ALL_REDUCE_OP,
     ATTENTION_OP,
@@ -43,6 +42,7 @@ from granikv.engines.io import (
     EngineIO,
     TensorSpec,
 )
+from granikv.engines.manifest import engine_io
 from granikv.engines.sharding import Shard
 from granikv.engines.trtllm_checkpoint import ARCHITECTURE, read_ours
 from granikv.errors import InvalidArgument, Unavailable, Unsupported

@@ -26,7 +26,7 @@ from granikv.engines.builders import (
 )
 from granikv.engines.checkpoint import Checkpoint, open_checkpoint
 from granikv.engines.io import DTYPES, BuildLimits, plugin_abi_hash
-from granikv.engines.manifest import FILE_NAME, FileEntry, Manifest, RankFiles
+from granikv.engines.manifest import FILE_NAME, FileEntry, Manifest, RankFiles, engine_io
 from granikv.engines.records import RankRecord, file_hash, key_of, sole_writer
 from granikv.engines.sharding import Shard
 from granikv.errors import InvalidArgument, Unavailable
@@ -97,7 +97,7 @@ def _build(
     own: str | None,
     progress: Progress,
 ) -> Manifest:
-    described = export.engine_io(shards[0], limits, settings.dtype).describe()
+    described = engine_io(shards[0], limits, settings.dtype).describe()
     graph_key = key_of(checkpoint.fingerprint(), settings.dtype, asdict(limits), described,
                        _source_hash())  # fmt: skip
     engine_key = key_of(graph_key, builder, builder_version, plugin and file_hash(plugin),
@@ -202,7 +202,7 @@ def _build_engine(
 ) -> tuple[list[FileEntry], dict]:
     path = settings.out / f"rank{shard.rank}.engine"
     capabilities = list(settings.compute_capabilities)
-    table = export.engine_io(shard, limits, settings.dtype)
+    table = engine_io(shard, limits, settings.dtype)
     graph_file = settings.out / f"rank{shard.rank}.onnx"
     request = BuildRequest(
         builder, str(graph_file), str(path), str(plugin), profile_of(table), capabilities

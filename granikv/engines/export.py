@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from granikv.attention.plan_buffers import step_capacities
 from granikv.engines.checkpoint import Checkpoint
 from granikv.engines.graph import Placed, all_weights, build_graph, place_weights
-from granikv.engines.io import BuildLimits, EngineIO, attention_shape_of
+from granikv.engines.io import BuildLimits
+from granikv.engines.manifest import engine_io
 from granikv.engines.sharding import Part, Shard, WeightSpec
 from granikv.models.layers import RotaryTable
 from granikv.outputs import write_atomically
@@ -38,13 +38,6 @@ class WrittenFile:
     name: str
     size_bytes: int
     sha256: str
-
-
-def engine_io(shard: Shard, limits: BuildLimits, dtype: str) -> EngineIO:
-    """Inputs and outputs of a rank, with the buffer sizes that the executor will have."""
-    shape = attention_shape_of(shard.rank_config, dtype)
-    capacities = step_capacities(limits.max_requests, limits.max_tokens, shape)
-    return EngineIO(limits, shard.rank_config, capacities, shard.vocab_shard)
 
 
 def check_weights(checkpoint: Checkpoint, shard: Shard) -> None:

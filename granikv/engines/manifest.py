@@ -26,6 +26,13 @@ from granikv.errors import EngineMismatch, InvalidArgument, ModelFileError
 FILE_NAME, FORMAT = "manifest.json", 1
 
 
+def engine_io(shard: Shard, limits: BuildLimits, dtype: str) -> EngineIO:
+    """Inputs and outputs of a rank, with the buffer sizes that the executor will have."""
+    shape = attention_shape_of(shard.rank_config, dtype)
+    capacities = step_capacities(limits.max_requests, limits.max_tokens, shape)
+    return EngineIO(limits, shard.rank_config, capacities, shard.vocab_shard)
+
+
 @dataclass(frozen=True)
 class FileEntry:
     name: str  # beside the manifest
@@ -126,10 +133,7 @@ class Manifest:
 
     def package_io(self) -> dict[str, Any]:
         """EngineIO.describe() with the buffers that the executor makes for these engines."""
-        shard, limits = Shard(self.model, self.tp_size, 0), self.limits
-        shape = attention_shape_of(shard.rank_config, self.dtype)
-        capacities = step_capacities(limits.max_requests, limits.max_tokens, shape)
-        return EngineIO(limits, shard.rank_config, capacities, shard.vocab_shard).describe()
+        return engine_io(Shard(self.model, self.tp_size, 0), self.limits, self.dtype).describe()
 
     def file(self, folder: Path, rank: int, kind: str = "engine") -> Path:
         """Path of a rank's file, "engine", "graph" or "weights". Raises EngineMismatch."""

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from granikv.engines.build_worker import MODULES
-from granikv.engines.export import engine_io
 from granikv.engines.io import plugin_abi_hash
-from granikv.engines.manifest import FILE_NAME, FileEntry, Manifest, RankFiles
+from granikv.engines.manifest import FILE_NAME, FileEntry, Manifest, RankFiles, engine_io
 from granikv.engines.records import file_hash
 from granikv.engines.sharding import Shard
 from granikv.engines.trtllm_checkpoint import ARCHITECTURE, CONFIG_NAME, OUR_KEY, read_ours

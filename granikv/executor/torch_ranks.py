@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from granikv.config import EngineConfig, ModelConfig
+from granikv.config_check import model_shape
 from granikv.engines.checkpoint import Checkpoint, open_checkpoint
 from granikv.engines.sharding import Part, Shard, WeightSpec
 from granikv.executor.all_reduce import MAX_FUSED_ROWS, GlooAllReduce, GpuAllReduce
@@ -62,19 +63,12 @@ def make_torch_rank(
     from granikv.executor.gpu_rank import GpuRank  # needs triton
 
     # before the weights: its measurement needs memory for a moment
-    width, rows = read_config(config).hidden_size, row_bucket(config.max_requests)
+    width, rows = model_shape(config).hidden_size, row_bucket(config.max_requests)
     dtype = getattr(torch, config.dtype)
     reduce = GpuAllReduce(config.all_reduce, device, dtype, width, min(rows, MAX_FUSED_ROWS))
     model, decoder = load_rank(config, rank, device)
     decoder.reduce = reduce
     return GpuRank(config, decoder, make_sampler(model.vocab_size), device, rank, model.vocab_size)
-
-
-def read_config(config: EngineConfig) -> ModelConfig:
-    """The whole model's shape."""
-    if config.random_weights:
-        return read_shape(str(config.model))
-    return open_checkpoint(config.model, fp8=True).config
 
 
 def load_rank(config: EngineConfig, rank: int, device: torch.device) -> tuple[ModelConfig, Decoder]:

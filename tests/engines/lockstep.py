@@ -12,8 +12,9 @@ import torch
 from granikv.attention.plan_buffers import PlanBuffers, attention_shape
 from granikv.core import Count
 from granikv.cost_model import CostModel
-from granikv.engines.export import TORCH_TYPES, engine_io, export_rank
+from granikv.engines.export import TORCH_TYPES, export_rank
 from granikv.engines.io import NETWORK_INPUTS, BuildLimits
+from granikv.engines.manifest import engine_io
 from granikv.engines.sharding import Shard
 from granikv.engines.step_inputs import StepInputs
 from granikv.executor.step_setup import apply_moves

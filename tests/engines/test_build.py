@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from granikv.cli import app
 from granikv.engines import build as build_module
 from granikv.engines import build_worker
-from granikv.engines import export as export_module
+from granikv.engines import manifest as manifest_module
 from granikv.engines.build import BuildSettings, build
 from granikv.engines.builders import (
     BuildRequest,
@@ -31,9 +31,9 @@ from granikv.engines.builders import (
     profile_of,
 )
 from granikv.engines.checkpoint import open_checkpoint
-from granikv.engines.export import engine_io, export_rank
+from granikv.engines.export import export_rank
 from granikv.engines.io import BuildLimits
-from granikv.engines.manifest import RuntimeFacts, load_manifest
+from granikv.engines.manifest import RuntimeFacts, engine_io, load_manifest
 from granikv.engines.records import sole_writer
 from granikv.engines.sharding import Shard
 from granikv.errors import EngineMismatch, InvalidArgument, ModelFileError, Unavailable
@@ -142,12 +142,12 @@ def test_other_source_makes_other_graphs(model, tmp_path, monkeypatch, name):
 def test_other_buffer_sizes_make_other_graphs(model, tmp_path, monkeypatch):
     out = tmp_path / "out"
     build(settings(model, out))
-    sizes = export_module.step_capacities
+    sizes = manifest_module.step_capacities
 
     def larger(*args):
         return replace(sizes(*args), max_partials=5000)
 
-    monkeypatch.setattr(export_module, "step_capacities", larger)
+    monkeypatch.setattr(manifest_module, "step_capacities", larger)
     made = build(settings(model, out))
     (described,) = (x["max"] for x in made.io["inputs"] if x["name"] == "merge_partials")
     graph = onnx.load(str(out / "rank1.onnx"), load_external_data=False).graph

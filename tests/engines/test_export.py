@@ -16,7 +16,7 @@ from helpers import make_tiny_hf
 from granikv.config import ModelConfig
 from granikv.core import PLAN_FIELDS
 from granikv.engines.checkpoint import open_checkpoint
-from granikv.engines.export import check_weights, engine_io, export_rank, planned_bytes
+from granikv.engines.export import check_weights, export_rank, planned_bytes
 from granikv.engines.io import (
     NETWORK_INPUTS,
     PLAN_INPUTS,
@@ -24,6 +24,7 @@ from granikv.engines.io import (
     BuildLimits,
     plugin_abi_hash,
 )
+from granikv.engines.manifest import engine_io
 from granikv.engines.sharding import Shard
 from granikv.errors import InvalidArgument, ModelFileError
 from granikv.models import load_model

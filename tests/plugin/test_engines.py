@@ -24,8 +24,8 @@ from granikv.engines.builders import (
     check_network,
     profile_of,
 )
-from granikv.engines.export import engine_io, export_rank
-from granikv.engines.manifest import load_manifest
+from granikv.engines.export import export_rank
+from granikv.engines.manifest import engine_io, load_manifest
 from granikv.engines.records import RankRecord
 from granikv.engines.sharding import Shard
 from granikv.errors import EngineMismatch, Unavailable

@@ -54,6 +54,23 @@ class AnyCost(CostModel):
         return float((num_rows + kv_len) % 9)
 
 
+def check_context(cache, request_slots, request, spans, visible):
+    """spans (kind, start, length) read what the cache says the first `visible` tokens are."""
+    read = [
+        np.arange(start, start + length)
+        if kind == SpanKind.RUN
+        else request_slots[request.row, start : start + length]
+        for kind, start, length in spans
+    ]
+    stored = [
+        np.arange(n.extent, n.extent + len(n)) if n.is_hot else n.slots
+        for n in cache.tree.path(request.leaf)
+        if n.start < visible
+    ]
+    context = np.concatenate([*stored, request.tail_slots])[:visible]
+    np.testing.assert_array_equal(np.concatenate(read), context, err_msg=request.request_id)
+
+
 class CheckedDispatcher(Dispatcher):
     """Compares each plan with the twin's and with the cache's own account of every context."""
 
@@ -100,19 +117,7 @@ class CheckedDispatcher(Dispatcher):
         assert len(np.unique(slots)) == len(slots), "one row per slot"
 
     def _check(self, request, spans, visible):
-        read = [
-            np.arange(start, start + length)
-            if kind == SpanKind.RUN
-            else self.request_slots[request.row, start : start + length]
-            for kind, start, length in spans
-        ]
-        stored = [
-            np.arange(n.extent, n.extent + len(n)) if n.is_hot else n.slots
-            for n in self.cache.tree.path(request.leaf)
-            if n.start < visible
-        ]
-        context = np.concatenate([*stored, request.tail_slots])[:visible]
-        np.testing.assert_array_equal(np.concatenate(read), context, err_msg=request.request_id)
+        check_context(self.cache, self.request_slots, request, spans, visible)
 
     def _hot_tokens(self, plan, i):
         """Tokens before the suffix of the i-th scheduled request."""

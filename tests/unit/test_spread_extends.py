@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_planner import MODEL, OPERATIONS, NullExecutor, live, spans_of_partials
+from test_planner import MODEL, OPERATIONS, NullExecutor, check_context, live, spans_of_partials
 
 from granikv.attention.plan_buffers import attention_shape
 from granikv.attention.splits import PlanCutter
 from granikv.config import EngineConfig
-from granikv.core import Count, ExtendSegment, SpanKind
+from granikv.core import Count, ExtendSegment
 from granikv.dispatcher import Dispatcher
 from granikv.engine import Engine
 from granikv.gpu_cost_model import GpuCostModel
@@ -81,20 +81,7 @@ class SpreadDispatcher(Dispatcher):
             assert plan.row_request[row] == request.row
 
     def _check(self, request, spans, visible):
-        """As the kernels: a row sees no key behind its own position."""
-        read = [
-            np.arange(start, start + length)
-            if kind == SpanKind.RUN
-            else self.request_slots[request.row, start : start + length]
-            for kind, start, length in spans
-        ]
-        stored = [
-            np.arange(n.extent, n.extent + len(n)) if n.is_hot else n.slots
-            for n in self.cache.tree.path(request.leaf)
-            if n.start < visible
-        ]
-        context = np.concatenate([*stored, request.tail_slots])[:visible]
-        np.testing.assert_array_equal(np.concatenate(read), context, err_msg=request.request_id)
+        check_context(self.cache, self.request_slots, request, spans, visible)
 
 
 def engine_of(capacity: int, depth: int, budget: int, max_requests: int) -> Engine:
