@@ -106,11 +106,13 @@ def build_dispatcher(config: EngineConfig, executor: Any, cache: CacheManager) -
     model = executor.decoder.config
     cutter = getattr(executor, "plan_cutter", None)
     if cutter is None:
-        return Dispatcher(CostModel.load(config.profile, model, config.num_threads), cache)
+        cost = CostModel.load(config.profile, model, config.num_threads)
+        return Dispatcher(cost, cache, window=model.sliding_window)
     shape = cutter.shape
-    cost = GpuCostModel.load(
+    gpu_cost = GpuCostModel.load(
         config.profile, model, shape.element_bytes, executor.device_name, shape.kv_element_bytes,
         shape.element_bytes if config.quantization is None else 1,
     )  # fmt: skip
-    cost.sum_times = getattr(executor, "sum_times", None)
-    return Dispatcher(cost, cache, replace(cutter, rates=cost.sm_rates))
+    gpu_cost.sum_times = getattr(executor, "sum_times", None)
+    cutter = replace(cutter, rates=gpu_cost.sm_rates)
+    return Dispatcher(gpu_cost, cache, cutter, model.sliding_window)

@@ -36,9 +36,11 @@ class ModelConfig:
     qk_norm: bool = False  # Qwen3: RMSNorm per head on q and k before rope
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    # of every layer: a query at position p sees the keys in (p - sliding_window, p]; None: [0, p]
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
-        for name in SIZES:
+        for name in (*SIZES, *(() if self.sliding_window is None else ("sliding_window",))):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= INT32_MAX:
                 raise InvalidArgument(name, value, f"an integer from 1 to {INT32_MAX}")

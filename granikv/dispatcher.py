@@ -72,10 +72,17 @@ def cheapest(cost: CostModel | GpuCostModel, position: int, kv_len: int, num_row
 
 
 class Dispatcher:
+    """window: tokens that a row sees at most, its own included; None: its whole context."""
+
     def __init__(
-        self, cost: CostModel | GpuCostModel, cache: CacheManager, cutter: PlanCutter | None = None
+        self,
+        cost: CostModel | GpuCostModel,
+        cache: CacheManager,
+        cutter: PlanCutter | None = None,
+        window: int | None = None,
     ):
         self.cost = cost
+        self.window = window
         self.cutter = cutter  # of a GPU: fills the machine once
         self.cache = cache
         self._spans: DecodeSpans | None = None  # of the step before
@@ -94,7 +101,9 @@ class Dispatcher:
         )  # fmt: skip
         if self.cutter is not None:
             items = _cut(self.cutter, items, num_decode_rows)
-        qo_indptr, extend_indptr, segments = _extend_segments(self.cache, extends, num_decode_rows)
+        qo_indptr, extend_indptr, segments = _extend_segments(
+            self.cache, extends, num_decode_rows, self.window
+        )
         _name_paths([extend.request for extend in batch.extends], spans.main_variant)
         sample_rows, sample_requests = _sample_rows(batch.decodes, [*spread, *extends])
         slot_writes = _slot_writes(self.cache.take_slot_writes())
@@ -151,9 +160,10 @@ class Dispatcher:
         """Extends of which each row decodes, and the others.
 
         A few rows behind a long HOT prefix leave most of a GPU idle as an extend, which takes its
-        keys one after another; as rows of the prefix's group they read it cut into pieces.
+        keys one after another; as rows of the prefix's group they read it cut into pieces. A window
+        bounds those keys, and each row would see another part of the prefix.
         """
-        if self.cutter is None or not batch.extends:
+        if self.cutter is None or self.window is not None or not batch.extends:
             return [], batch.extends
         spread: list[ScheduledExtend] = []
         rest: list[ScheduledExtend] = []
@@ -190,7 +200,9 @@ class Dispatcher:
             requests = [*requests, *(e.request for e in spread for _ in range(e.num_tokens))]
         if spans is None or not spans.fits(requests, visible, version):
             paths, path_of_row = self.cache.tree.hot_paths(_leaf(r) for r in requests)
-            spans = DecodeSpans(requests, visible, paths, path_of_row, self._cheapest, version)
+            spans = DecodeSpans(
+                requests, visible, paths, path_of_row, self._cheapest, version, self.window
+            )
             self._spans = spans
             _name_paths(batch.decodes, spans.main_variant)
             for c in spans.choices if log.isEnabledFor(logging.DEBUG) else ():
@@ -264,21 +276,25 @@ def _slot_writes(writes: list[SlotWrite]) -> np.ndarray:
 
 
 def _extend_segments(
-    cache: CacheManager, extends: list[ScheduledExtend], num_decode_rows: int
+    cache: CacheManager, extends: list[ScheduledExtend], num_decode_rows: int, window: int | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(qo_indptr, extend_indptr, extend_segments): what some row of each extend sees."""
     qo_indptr, indptr = [num_decode_rows], [0]
     segments: list[tuple[int, ...]] = []
     for extend in extends:
         visible, hot_end = extend.start + extend.num_tokens, 0
+        first = 0 if window is None else max(0, extend.start + 1 - window)
         for node in cache.hot_path(extend.request):
-            length = min(node.end, visible) - node.start
-            if length <= 0:
+            if node.start >= visible:
                 break
-            assert node.extent is not None
-            segments.append((SpanKind.RUN, node.extent, length, node.start, 0, 0, 0, 0))
-            hot_end = node.start + length
-        if visible > hot_end:
-            segments.append((SpanKind.SLOTS, hot_end, visible - hot_end, hot_end, 0, 0, 0, 0))
+            hot_end, start = min(node.end, visible), max(node.start, first)
+            if start < hot_end:
+                assert node.extent is not None
+                slot = node.extent + start - node.start
+                segments.append((SpanKind.RUN, slot, hot_end - start, start, 0, 0, 0, 0))
+        start = max(hot_end, first)
+        if visible > start:
+            segments.append((SpanKind.SLOTS, start, visible - start, start, 0, 0, 0, 0))
         extend.request.num_hot_tokens = hot_end
         qo_indptr.append(qo_indptr[-1] + extend.num_tokens)
         indptr.append(len(segments))

@@ -94,6 +94,7 @@ class CpuAttention:
         self.num_qo_heads = model_config.num_qo_heads
         self.head_dim = model_config.head_dim
         self.sm_scale = self.head_dim**-0.5
+        self.window = model_config.sliding_window
         self.k_arena, self.v_arena = k_arena, v_arena
         self.request_slots = request_slots.numpy()
         expected = (self.num_kv_heads, self.head_dim)
@@ -114,7 +115,7 @@ class CpuAttention:
         """Turn the plan into parts. Raises ValueError for an unknown kind or variant."""
         heads = (self.num_kv_heads, self.group_size)
         gather = not self.use_native
-        self.parts = StepParts(plan, self.request_slots, *heads, gather=gather)
+        self.parts = StepParts(plan, self.request_slots, *heads, gather, self.window)
         self.num_rows, self.num_decode_rows = self.parts.num_rows, self.parts.num_decode_rows
         self.reserve_gather(max((b.slots.numel() for b in self.parts.buckets), default=0))
         self._views = [v for v in self.parts.views if not self.is_native(v)]
@@ -289,17 +290,17 @@ class CpuAttention:
     def _extend(
         self, extend: Extend, q: torch.Tensor, k_layer: torch.Tensor, v_layer: torch.Tensor
     ) -> torch.Tensor:
-        """Rows of one extend request [m, Hq, D]: prefix parts without a mask, own chunk causal."""
+        """Rows of one extend request [m, Hq, D]: prefix parts without a mask, then the edges."""
         heads, group, dim = self.num_kv_heads, self.group_size, self.head_dim
         m = extend.last - extend.first
         rows = q[extend.first : extend.last].view(m, heads, group, dim)
         # K of a head is shared by its query heads through a zero stride, not copied
         keys, values = (
-            x[extend.chunk].transpose(0, 1)[:, None].expand(heads, group, m, dim)
+            x[extend.edges].transpose(0, 1)[:, None].expand(heads, group, -1, dim)
             for x in (k_layer, v_layer)
         )
         o, lse = flash_attention_state(
-            rows.permute(1, 2, 0, 3), keys, values, self.sm_scale, causal=True
+            rows.permute(1, 2, 0, 3), keys, values, self.sm_scale, extend.mask, extend.mask is None
         )
         parts = [o.permute(2, 0, 1, 3).reshape(1, m, -1, dim)]
         weights = [lse.permute(2, 0, 1).reshape(1, m, -1)]

@@ -87,6 +87,7 @@ class GpuAttention(PlanBuffers):
         capacities = capacities or default_capacities(request_slots.shape[0], shape)
         super().__init__(shape, capacities, device, sm_count(device))
         self.sm_scale = model_config.head_dim**-0.5
+        self.window = model_config.sliding_window or 0  # of extends; the plan clips decode rows
         self.k_arena, self.v_arena, self.request_slots = k_arena, v_arena, request_slots
         self.pdl = self.capability >= FIRST_WITH_DEPENDENT_LAUNCHES if pdl is None else pdl
         self._find_gluon()
@@ -169,7 +170,7 @@ class GpuAttention(PlanBuffers):
         extend_attention(
             q, k_layer, v_layer, self.request_slots, self.plan, self._score_scale(layer), out,
             shape=self.shape, tile=extend_tile(self.shape), num_tiles=self.num_tiles,
-            v_scale=self.kv_scales[layer][1],
+            v_scale=self.kv_scales[layer][1], window=self.window,
         )  # fmt: skip
         return out.view(num_rows, self.shape.num_qo_heads * self.shape.head_dim)
 

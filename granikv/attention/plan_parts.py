@@ -71,20 +71,22 @@ class Scattered:
 
 @dataclass
 class Extend:
-    """Rows [first, last) of one extend request: parts of the prefix, then the causal own chunk."""
+    """Rows [first, last) of one extend request: parts of the prefix, then what rows see part of."""
 
     first: int
     last: int
     views: list[View]
     gather: torch.Tensor | None  # int32 [n]: slots that every row sees
-    chunk: slice | torch.Tensor  # slots of the own chunk, in position order
+    edges: slice | torch.Tensor  # slots of other keys, in position order: the own chunk comes last
+    mask: torch.Tensor | None  # [1, 1, m, keys of `edges`]; None: the own chunk alone, causal
 
 
 class StepParts:
     """Views, buckets, merge indices and extend requests of one StepPlan.
 
     request_slots: int32 [max_requests, max_seq_len]. gather: scattered slots in buckets, for
-    torch; else each row's on their own. Raises ValueError for an unknown kind or variant, and
+    torch; else each row's on their own. window: keys that an extend row sees at most (None: all);
+    the plan clips decode rows. Raises ValueError for an unknown kind or variant, and
     for an extend request whose segments miss its own chunk.
     """
 
@@ -95,9 +97,10 @@ class StepParts:
         num_kv_heads: int,
         group_size: int,
         gather: bool = True,
+        window: int | None = None,
     ):
         self.num_kv_heads, self.group_size = num_kv_heads, group_size
-        self.request_slots = request_slots
+        self.request_slots, self.window = request_slots, window
         self.num_rows = int(plan.counts[Count.NUM_ROWS])
         self.num_decode_rows = int(plan.counts[Count.NUM_DECODE_ROWS])
         self.append = _index(plan.slot_mapping[: self.num_rows])
@@ -233,15 +236,23 @@ class StepParts:
         position, request_row = int(plan.row_position[first]), int(plan.row_request[first])
         views: list[View] = []
         gather: list[np.ndarray] = []
+        ragged: list[np.ndarray] = []  # slots of the prefix that only the earlier rows see
+        edge_positions: list[np.ndarray] = []
         chunk: list[np.ndarray] = []
         num_rows = last - first
         rows = np.arange(first, last)
+        all_see = 0 if self.window is None else max(0, position + num_rows - self.window)
         for seg in plan.extend_segments[plan.extend_indptr[i] : plan.extend_indptr[i + 1]]:
             kind, start = SpanKind(int(seg[ExtendSegment.KIND])), int(seg[ExtendSegment.START])
             offset, length = int(seg[ExtendSegment.POSITION]), int(seg[ExtendSegment.LEN])
             length = min(length, position + num_rows - offset)
-            before = max(0, min(length, position - offset))  # keys that every row sees
-            runs, rest = self._runs(kind, start, before, request_row) if before else ([], [])
+            before = max(0, min(length, position - offset))  # of the prefix
+            hidden = max(0, min(before, all_see - offset))
+            if hidden:
+                ragged.append(self._slots(kind, start, hidden, request_row))
+                edge_positions.append(np.arange(offset, offset + hidden))
+            span = (kind, start + hidden, before - hidden, request_row)  # every row sees it
+            runs, rest = self._runs(*span) if before > hidden else ([], [])
             gather += rest
             for run_start, run_len in runs:
                 view = make_view(
@@ -257,11 +268,7 @@ class StepParts:
                     tail = np.arange(run_start + view.length, run_start + run_len)
                     gather.append(tail.astype(np.int32))
             if length > before:
-                own = slice(start + before, start + length)
-                if kind is SpanKind.SLOTS:
-                    chunk.append(self.request_slots[request_row, own])
-                else:
-                    chunk.append(np.arange(own.start, own.stop, dtype=np.int32))
+                chunk.append(self._slots(kind, start + before, length - before, request_row))
         own_slots = np.concatenate(chunk) if chunk else np.empty(0, np.int32)
         if len(own_slots) != num_rows:
             raise ValueError(
@@ -269,7 +276,18 @@ class StepParts:
                 f"got {len(own_slots)}"
             )
         joined = torch.from_numpy(np.concatenate(gather)) if gather else None
-        return Extend(first, last, views, joined, _index(own_slots))
+        mask = None
+        if self.window is not None and (ragged or all_see > position):
+            own = np.arange(position, position + num_rows)
+            mask = _band(own, np.concatenate([*edge_positions, own]), self.window)
+        edges = _index(np.concatenate([*ragged, own_slots]))
+        return Extend(first, last, views, joined, edges, mask)
+
+    def _slots(self, kind: SpanKind, start: int, length: int, request_row: int) -> np.ndarray:
+        """int32 [length]: of a span."""
+        if kind is SpanKind.SLOTS:
+            return self.request_slots[request_row, start : start + length]
+        return np.arange(start, start + length, dtype=np.int32)
 
 
 def make_view(
@@ -314,6 +332,12 @@ def split_runs(slots: np.ndarray) -> tuple[list[tuple[int, int]], list[np.ndarra
     runs = [(int(ordered[a]), int(n)) for a, n in zip(first[long], length[long], strict=True)]
     rest = ordered[~np.repeat(long, length)]
     return runs, ([rest] if len(rest) else [])
+
+
+def _band(rows: np.ndarray, keys: np.ndarray, window: int) -> torch.Tensor:
+    """Additive mask [1, 1, R, N] of rows and keys at these positions."""
+    hidden = (keys > rows[:, None]) | (keys <= rows[:, None] - window)
+    return torch.from_numpy(np.where(hidden, -np.inf, 0.0).astype(np.float32))[None, None]
 
 
 def _row_of_partial(plan: StepPlan, num_decode_rows: int) -> np.ndarray:

@@ -49,8 +49,10 @@ def attention_state(
     v: torch.Tensor,
     sm_scale: float,
     num_visible: torch.Tensor | None = None,
+    num_hidden: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """State of q [rows, Hq, D] over k, v [n, Hkv, D]; row i sees the first num_visible[i] keys.
+    """State of q [rows, Hq, D] over k, v [n, Hkv, D]; row i sees the first num_visible[i] keys
+    but for the first num_hidden[i].
 
     Returns o fp32 [rows, Hq, D] and lse_log2 fp32 [rows, Hq].
     """
@@ -65,6 +67,9 @@ def attention_state(
     scores = torch.einsum("rhgd,nhd->rhgn", grouped, k.float()) * sm_scale
     if num_visible is not None:
         hidden = torch.arange(n)[None, :] >= num_visible[:, None]
+        scores = scores.masked_fill(hidden[:, None, None, :], -math.inf)
+    if num_hidden is not None:
+        hidden = torch.arange(n)[None, :] < num_hidden[:, None]
         scores = scores.masked_fill(hidden[:, None, None, :], -math.inf)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - torch.where(torch.isinf(lse), 0.0, lse)[..., None])
@@ -171,8 +176,10 @@ def extend_attention(
     plan: StepPlan,
     sm_scale: float,
     out: torch.Tensor,
+    window: int = 0,
 ) -> None:
-    """Rows of each extend request over its segments; a row sees positions up to its own."""
+    """Rows of each extend request over its segments; a row sees positions up to its own, the last
+    `window` of them or (0) all."""
     for i in range(int(plan.counts[Count.NUM_EXTEND_REQUESTS])):
         rows = slice(int(plan.qo_indptr[i]), int(plan.qo_indptr[i + 1]))
         positions = torch.from_numpy(np.asarray(plan.row_position[rows], dtype=np.int64))
@@ -191,10 +198,14 @@ def extend_attention(
             )
             # keys that no row sees are not read at all
             length = _visible(int(positions.max()), position, length)
-            slots = span_slots(kind, start, length, request_row, request_slots)
+            lowest = positions + 1 - window if window else torch.zeros_like(positions)
+            skipped = min(max(0, int(lowest.min()) - position), length)
+            slots = span_slots(kind, start, length, request_row, request_slots)[skipped:]
+            position += skipped
             part = attention_state(
-                q[rows], k_arena[slots], v_arena[slots], sm_scale, positions + 1 - position
-            )
+                q[rows], k_arena[slots], v_arena[slots], sm_scale,
+                positions + 1 - position, lowest - position,
+            )  # fmt: skip
             o, lse = merge_states(o, lse, *part)
         out[rows] = o
 
@@ -209,10 +220,12 @@ def attention_step(
     plan: StepPlan,
     sm_scale: float,
     kv_scales: tuple[float, float] | None = None,
+    window: int = 0,
 ) -> torch.Tensor:
     """The recipe: append, hot, cold, merge, extend. q [T, Hq, D] -> [T, Hq * D].
 
     kv_scales: see append_kv; that of K goes into the scores, that of V into the output.
+    window: of extend rows; the plan's items are clipped to it already.
     """
     k_scale, v_scale = kv_scales or (1.0, 1.0)
     sm_scale *= k_scale
@@ -228,5 +241,5 @@ def attention_step(
         q, k_arena, v_arena, request_slots, plan, sm_scale, o_partials, lse_partials
     )
     merge_partials(plan, o_partials, lse_partials, out)
-    extend_attention(q, k_arena, v_arena, request_slots, plan, sm_scale, out)
+    extend_attention(q, k_arena, v_arena, request_slots, plan, sm_scale, out, window)
     return out.flatten(1) * v_scale

@@ -21,10 +21,10 @@ class FixedDispatcher(Dispatcher):
     """Takes the place of engine.dispatcher. variant: "flat" or "cascade"."""
 
     def __init__(self, engine: Engine, variant: str):
-        cutter = engine.dispatcher.cutter
+        cutter, window = engine.dispatcher.cutter, engine.dispatcher.window
         if cutter is not None and variant == "cascade":
             cutter = replace(cutter, hot_layout=layouts_of(cutter.shape)[CASCADE_LAYOUT])
-        super().__init__(engine.dispatcher.cost, engine.cache, cutter)
+        super().__init__(engine.dispatcher.cost, engine.cache, cutter, window)
         self.variant = variant
 
     def _predict(self, position: int, kv_len: int, num_rows: int) -> Choice:

@@ -29,7 +29,7 @@ from granikv.engines.io import DTYPES, BuildLimits, plugin_abi_hash
 from granikv.engines.manifest import FILE_NAME, FileEntry, Manifest, RankFiles, engine_io
 from granikv.engines.records import RankRecord, file_hash, key_of, sole_writer
 from granikv.engines.sharding import Shard
-from granikv.errors import InvalidArgument, Unavailable
+from granikv.errors import InvalidArgument, Unavailable, Unsupported
 from granikv.outputs import write_atomically
 
 DEFAULT_MAX_SEQ_LEN = 8192  # the model's context if that is shorter
@@ -157,6 +157,12 @@ def open_shards(settings: ExportSettings) -> tuple[Checkpoint, BuildLimits, list
     if settings.max_seq_len > longest:
         raise InvalidArgument("max-seq", settings.max_seq_len, f"at most the context of {longest}")
     max_seq_len = settings.max_seq_len or min(longest, DEFAULT_MAX_SEQ_LEN)
+    window = checkpoint.config.sliding_window
+    if window is not None and window < max_seq_len:
+        raise Unsupported(
+            f"sliding_window={window} is shorter than max-seq={max_seq_len}: engines attend to the "
+            "whole context; lower max-seq to the window, or serve with executor='torch'"
+        )
     limits = BuildLimits(
         settings.max_requests, settings.max_tokens, max_seq_len, settings.capacity_tokens
     )

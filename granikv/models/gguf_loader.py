@@ -20,7 +20,7 @@ from gguf.quants import dequantize
 from granikv.config import ModelConfig
 from granikv.errors import InvalidArgument, ModelFileError, Unsupported
 from granikv.models.fp8 import quantizing
-from granikv.models.weights import ARCHITECTURES, ModelWeights, build_weights, check_sliding_window
+from granikv.models.weights import ARCHITECTURES, ModelWeights, build_weights, effective_window
 
 GGUF_ARCHITECTURES = {
     "llama": "LlamaForCausalLM",  # Mistral too: its files say llama
@@ -210,6 +210,12 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     if kind == "linear":
         scaling = {"rope_type": "linear", "factor": float(needed("rope.scaling.factor"))}
     eos = [file.metadata.get(f"tokenizer.ggml.{x}_token_id") for x in ("eos", "eot")]
+    window = effective_window(field("attention.sliding_window"), needed("context_length"))
+    if window is not None and field("attention.sliding_window_pattern") is not None:
+        raise Unsupported(
+            f"{file.path}: attention.sliding_window_pattern beside sliding_window={window}: "
+            "models that mix sliding and full attention are not served"
+        )
     vocab = file.tensors.get("token_embd.weight")
     if vocab is None:
         raise ModelFileError(f"{file.path}: expected the tensor token_embd.weight, it is missing")
@@ -232,10 +238,10 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
             qk_norm=arch == "qwen3",
             bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
             eos_token_ids=tuple(dict.fromkeys(x for x in eos if x is not None)),
+            sliding_window=window,
         )
     except (TypeError, ZeroDivisionError, InvalidArgument) as error:
         raise ModelFileError(f"{file.path}: expected a decoder's fields: {error}") from error
-    check_sliding_window(field("attention.sliding_window"), config.max_position, file.path)
     return config
 
 

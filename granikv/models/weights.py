@@ -23,6 +23,8 @@ from granikv.models.kv_scales import read_kv_scales
 from granikv.models.layers import rope_type
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# What transformers takes where config.json is silent
+DEFAULT_WINDOW, QWEN_MAX_WINDOW_LAYERS = 4096, 28
 
 
 @dataclass
@@ -104,13 +106,9 @@ def check_architecture(name: object, where: Path) -> str:
     return str(name)
 
 
-def check_sliding_window(window: int | None, max_position: int, where: Path) -> None:
-    """Raises Unsupported where a window would change the result."""
-    if window is not None and 0 < window < max_position:
-        raise Unsupported(
-            f"{where}: sliding_window={window} is shorter than the context of {max_position} "
-            "tokens; only full attention is served: lower max_position_embeddings to the window"
-        )
+def effective_window(window: int | None, max_position: int) -> int | None:
+    """The sliding window, or None where it hides nothing: 0, or as long as the context."""
+    return window if window and window < max_position else None
 
 
 def _read_json(path: Path) -> dict:
@@ -125,19 +123,30 @@ def _read_json(path: Path) -> dict:
     return content
 
 
-def _window_of(raw: dict, architecture: str) -> int | None:
-    """The window that some layer uses, or None. Llama has none; Qwen has a switch for it."""
-    if architecture == "LlamaForCausalLM":
+def _window_of(raw: dict, architecture: str, where: Path) -> int | None:
+    """The window of all layers, read as transformers does: Llama has none, Qwen a switch for it.
+
+    Raises Unsupported where layers differ.
+    """
+    is_qwen = architecture.startswith("Qwen")
+    if architecture == "LlamaForCausalLM" or (is_qwen and not raw.get("use_sliding_window")):
         return None
-    types = raw.get("layer_types")
-    if architecture.startswith("Qwen") and not raw.get("use_sliding_window", False):
-        return None
-    if types is not None and "sliding_attention" not in types:
-        return None
-    all_full = raw.get("max_window_layers", 0) >= raw["num_hidden_layers"]
-    if types is None and architecture.startswith("Qwen") and all_full:
-        return None
-    return raw.get("sliding_window")
+    window = effective_window(
+        raw.get("sliding_window", DEFAULT_WINDOW), raw["max_position_embeddings"]
+    )
+    num_layers, types = raw["num_hidden_layers"], raw.get("layer_types")
+    num_sliding = num_layers
+    if types is not None:
+        num_sliding = types.count("sliding_attention")
+    elif is_qwen:
+        num_sliding = max(0, num_layers - raw.get("max_window_layers", QWEN_MAX_WINDOW_LAYERS))
+    if window is not None and 0 < num_sliding < num_layers:
+        raise Unsupported(
+            f"{where}: sliding_window={window} in {num_sliding} of {num_layers} layers: expected "
+            "one window in all layers or none; models that mix sliding and full attention are not "
+            "served: lower max_position_embeddings to the window"
+        )
+    return window if num_sliding else None
 
 
 def _refuse_unserved(raw: dict, architecture: str, where: Path) -> None:
@@ -189,13 +198,12 @@ def read_hf_config(folder: Path) -> ModelConfig:
             qk_norm=architecture == "Qwen3ForCausalLM",
             bos_token_id=raw.get("bos_token_id"),
             eos_token_ids=tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,)),
+            sliding_window=_window_of(raw, architecture, path),
         )  # fmt: skip
-        window = _window_of(raw, architecture)
     except KeyError as error:
         raise ModelFileError(f"{path}: expected the key {error}, which is missing") from error
     except (TypeError, ZeroDivisionError, InvalidArgument) as error:
         raise ModelFileError(f"{path}: expected a decoder's configuration: {error}") from error
-    check_sliding_window(window, config.max_position, path)
     return config
 
 

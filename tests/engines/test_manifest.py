@@ -10,7 +10,7 @@ from helpers import make_tiny_hf
 
 from granikv.engines.build import BuildSettings, build
 from granikv.engines.manifest import FileEntry, RuntimeFacts, load_manifest
-from granikv.errors import EngineMismatch, InvalidArgument, ModelFileError
+from granikv.errors import EngineMismatch, InvalidArgument, ModelFileError, Unsupported
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +141,14 @@ def test_unreadable_manifests_are_refused(built, tmp_path):
         (tmp_path / "manifest.json").write_text(content)
         with pytest.raises(ModelFileError, match=match):
             load_manifest(tmp_path)
+
+
+def test_a_window_is_refused_where_it_would_be_ignored(tmp_path):
+    model = make_tiny_hf(tmp_path / "model", "MistralForCausalLM", sliding_window=64)
+    sizes = {"max_requests": 4, "max_tokens": 16, "capacity_tokens": 256, "builder": "none"}
+    for max_seq_len in (0, 65):  # 0: the whole context
+        wanted = BuildSettings(model, tmp_path / "out", max_seq_len=max_seq_len, **sizes)
+        with pytest.raises(Unsupported, match="sliding_window=64.*max-seq"):
+            build(wanted)
+    made = build(BuildSettings(model, tmp_path / "out", max_seq_len=64, **sizes))
+    assert load_manifest(tmp_path / "out") == made and made.model.sliding_window == 64

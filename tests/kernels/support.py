@@ -38,9 +38,10 @@ class Row:
 
 
 class Step:
-    """Arenas [2, capacity, Hkv, D] with NaN in every slot that no row of `rows` owns.
+    """Arenas [2, capacity, Hkv, D] with NaN in every slot that no row of `rows` sees.
 
-    kv_scales: of K and V in FP8 arenas; None: arenas of `dtype`.
+    kv_scales: of K and V in FP8 arenas; None: arenas of `dtype`. window: keys that a row sees at
+    most (0: all); those that none of a request's rows sees have absurd request_slots.
     """
 
     def __init__(
@@ -58,15 +59,17 @@ class Step:
         padding: int = 0,
         seed: int = 0,
         kv_scales: tuple[float, float] | None = None,
+        window: int = 0,
     ):
-        self.kv_scales = kv_scales
+        self.kv_scales, self.window = kv_scales, window
         self.rows = [r for r in rows if not r.num_new] + [r for r in rows if r.num_new]
         self.heads, self.dim, self.dtype, self.layout = heads, dim, dtype, layout
         torch.manual_seed(seed)
         rng = np.random.default_rng(seed)
         self.config = ModelConfig(
-            "llama", 2, 64, 64, heads[0], heads[1], dim, 32, max(max_seq_len, 32)
-        )
+            "llama", 2, 64, 64, heads[0], heads[1], dim, 32, max(max_seq_len, 32),
+            sliding_window=window or None,
+        )  # fmt: skip
         # the interpreter reads an FP8 NaN as 480
         trap = math.nan if kv_scales is None or ON_GPU else reference.FP8_MAX
         k_arena = torch.full((2, capacity, heads[1], dim), trap)
@@ -79,8 +82,10 @@ class Step:
             runs = [np.arange(s, s + n) for _, s, n in r.hot]
             slots = np.concatenate([*runs, own]).astype(np.int32)
             self.slots.append(slots)
-            self.request_slots[self._request(i), : len(slots)] = torch.from_numpy(slots)
-            written.append(slots)
+            first = self._first(i)
+            seen = torch.from_numpy(slots[first:])
+            self.request_slots[self._request(i), first : len(slots)] = seen
+            written.append(slots[first:])
         index = torch.from_numpy(np.unique(np.concatenate([[0], *written])).astype(np.int64))
         shape = (len(index), heads[1], dim)
         k_scale, v_scale = kv_scales or (1.0, 1.0)
@@ -109,19 +114,34 @@ class Step:
         seen = self.rows[i].seen
         return len(self.slots[i]) if seen is None else seen
 
+    def _first(self, i: int) -> int:
+        """The first position that a row of request i sees."""
+        position = self._end(i) - max(1, self.rows[i].num_new)
+        return max(0, position + 1 - self.window) if self.window else 0
+
+    def _spans(self, i: int) -> list[tuple[int, int, int, int, int]]:
+        """(group or -1, kind, start, len, position) of what rows of request i see, clipped."""
+        at, first, spans = 0, self._first(i), []
+        for group, start, n in self.rows[i].hot:
+            skipped = min(max(0, first - at), n)
+            is_shared = not skipped and not self.rows[i].flat
+            if skipped < n:
+                run = (SpanKind.RUN, start + skipped, n - skipped, at + skipped)
+                spans.append((group if is_shared else -1, *run))
+            at += n
+        a = max(at, first)
+        return [*spans, (-1, SpanKind.SLOTS, a, max(0, at + self.rows[i].suffix - a), a)]
+
     def _build(self) -> tuple[StepPlan, SplitPlan]:
         decodes = [i for i, r in enumerate(self.rows) if not r.num_new]
         groups: dict[tuple[int, int, int, int], list[int]] = {}
         cold: list[tuple[int, ...]] = []
         for i in decodes:
-            at = 0
-            for group, start, n in self.rows[i].hot:
-                if self.rows[i].flat:
-                    cold.append((i, SpanKind.RUN, start, n, at))
+            for group, kind, start, n, at in self._spans(i):
+                if group < 0:
+                    cold.append((i, kind, start, n, at))
                 else:
                     groups.setdefault((group, start, n, at), []).append(i)
-                at += n
-            cold.append((i, SpanKind.SLOTS, at, self.rows[i].suffix, at))
         members = list(groups.values())
         spans = np.asarray(list(groups), np.int32).reshape(-1, 4)
         indptr = np.concatenate([[0], np.cumsum([len(m) for m in members])]).astype(np.int32)
@@ -141,11 +161,7 @@ class Step:
             mapping += list(self.slots[i][end - m : end])
             if r.num_new:
                 qo.append(qo[-1] + m)
-                at = 0
-                for _, start, n in r.hot:
-                    segments.append([SpanKind.RUN, start, n, at, 0, 0, 0, 0])
-                    at += n
-                segments.append([SpanKind.SLOTS, at, r.suffix, at, 0, 0, 0, 0])
+                segments += [[*span, 0, 0, 0, 0] for _, *span in self._spans(i)]
                 seg_ptr.append(len(segments))
         counts = np.zeros(16, np.int32)
         for key, value in (
@@ -218,8 +234,9 @@ class Step:
         arenas = [x[1].float() for x in (self.k, self.v)]
         new = [x[:total].float() for x in (self.q, self.new_k, self.new_v)]
         return reference.attention_step(
-            *new, *arenas, self.request_slots, self.plan, self.dim**-0.5, self.kv_scales
-        )
+            *new, *arenas, self.request_slots, self.plan, self.dim**-0.5, self.kv_scales,
+            self.window,
+        )  # fmt: skip
 
     def check(self, capture: bool = False) -> torch.Tensor:
         got, want = self.run(capture=capture).float(), self.twin()

@@ -120,6 +120,7 @@ def fp8_builds() -> dict[str, KernelBuild]:
         "small": small_build(shape, small.hot, small.cold.block_n, False, True),
         "merge": merge_build(shape, small.merge, True),
         "extend": extend_build(shape, extend_tile(shape)),
+        "extend window": extend_build(shape, extend_tile(shape), 4096),
     }
 
 

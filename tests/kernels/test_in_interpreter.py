@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
-ALONE = ("test_fp8.py", "test_torch_ranks.py")  # in processes of their own: each has a time limit
+ALONE = (
+    "test_fp8.py",
+    "test_torch_ranks.py",
+    "test_window.py",
+)  # in processes of their own: each has a time limit
 
 
 @pytest.mark.parametrize("part", ["the rest", *ALONE])

@@ -54,8 +54,8 @@ class AnyCost(CostModel):
         return float((num_rows + kv_len) % 9)
 
 
-def check_context(cache, request_slots, request, spans, visible):
-    """spans (kind, start, length) read what the cache says the first `visible` tokens are."""
+def check_context(cache, request_slots, request, spans, visible, first=0):
+    """spans (kind, start, length) read what the cache says the tokens [first, visible) are."""
     read = [
         np.arange(start, start + length)
         if kind == SpanKind.RUN
@@ -67,15 +67,15 @@ def check_context(cache, request_slots, request, spans, visible):
         for n in cache.tree.path(request.leaf)
         if n.start < visible
     ]
-    context = np.concatenate([*stored, request.tail_slots])[:visible]
+    context = np.concatenate([*stored, request.tail_slots])[first:visible]
     np.testing.assert_array_equal(np.concatenate(read), context, err_msg=request.request_id)
 
 
 class CheckedDispatcher(Dispatcher):
     """Compares each plan with the twin's and with the cache's own account of every context."""
 
-    def __init__(self, cost, cache, max_requests, max_seq_len):
-        super().__init__(cost, cache)
+    def __init__(self, cost, cache, max_requests, max_seq_len, window=None):
+        super().__init__(cost, cache, window=window)
         self.request_slots = np.full((max_requests, max_seq_len), -1, np.int64)
         self.num_reused = self.num_plans = 0
 
@@ -85,7 +85,7 @@ class CheckedDispatcher(Dispatcher):
         self.num_reused += self._spans is before
         self.num_plans += 1
         got_hot = [r.num_hot_tokens for r in batch.requests]
-        twin = reference_plan(self.cost, self.cache, step_id, batch, plan.slot_writes)
+        twin = reference_plan(self.cost, self.cache, step_id, batch, plan.slot_writes, self.window)
         twin.moves = moves
         for field in fields(plan):
             got, want = getattr(plan, field.name), getattr(twin, field.name)
@@ -95,7 +95,11 @@ class CheckedDispatcher(Dispatcher):
             else:
                 assert got == want, field.name
         self._check_contexts(plan, batch)
-        assert got_hot == [self._hot_tokens(plan, i) for i in range(len(batch.requests))]
+        ends = [*(batch.decode_positions + 1), *(e.start + e.num_tokens for e in batch.extends)]
+        hot_ends = [sum(map(len, self.cache.hot_path(r))) for r in batch.requests]
+        assert got_hot == [min(x) for x in zip(hot_ends, ends, strict=True)]
+        if self.window is None:
+            assert got_hot == [self._hot_tokens(plan, i) for i in range(len(batch.requests))]
         return plan
 
     def _check_contexts(self, plan, batch):
@@ -105,19 +109,23 @@ class CheckedDispatcher(Dispatcher):
         spans = spans_of_partials(plan)
         for row, request in enumerate(batch.decodes):
             named = plan.merge_partials[plan.merge_indptr[row] : plan.merge_indptr[row + 1]]
-            self._check(request, [spans[p] for p in named], int(batch.decode_positions[row]) + 1)
+            position = int(batch.decode_positions[row])
+            self._check(request, [spans[p] for p in named], position, position + 1)
         for i, extend in enumerate(batch.extends):
             segments = plan.extend_segments[plan.extend_indptr[i] : plan.extend_indptr[i + 1]]
             columns = [ExtendSegment.KIND, ExtendSegment.START, ExtendSegment.LEN]
-            self._check(extend.request, segments[:, columns], extend.start + extend.num_tokens)
+            end = extend.start + extend.num_tokens
+            self._check(extend.request, segments[:, columns], extend.start, end)
         for request in batch.requests:  # a schedule that had to be repeated takes no slot twice
             tail_len = max(request.num_computed - request.leaf_end, 0)
             assert len(request.tail_slots) == tail_len, request.request_id
         slots = plan.slot_mapping[plan.slot_mapping != self.cache.arena.padding_slot]
         assert len(np.unique(slots)) == len(slots), "one row per slot"
 
-    def _check(self, request, spans, visible):
-        check_context(self.cache, self.request_slots, request, spans, visible)
+    def _check(self, request, spans, position, visible):
+        """position: of the first query."""
+        first = 0 if self.window is None else max(0, position + 1 - self.window)
+        check_context(self.cache, self.request_slots, request, spans, visible, first)
 
     def _hot_tokens(self, plan, i):
         """Tokens before the suffix of the i-th scheduled request."""
@@ -146,7 +154,7 @@ def spans_of_partials(plan):
     return spans
 
 
-def checked_engine(capacity_tokens, async_depth, budget, max_requests) -> Engine:
+def checked_engine(capacity_tokens, async_depth, budget, max_requests, window=None) -> Engine:
     config = EngineConfig(
         capacity_tokens=capacity_tokens,
         max_requests=max_requests,
@@ -159,7 +167,7 @@ def checked_engine(capacity_tokens, async_depth, budget, max_requests) -> Engine
         debug_checks=True,
     )
     engine = Engine(config, executor=NullExecutor())
-    engine.dispatcher = CheckedDispatcher(AnyCost(), engine.cache, max_requests, 100)
+    engine.dispatcher = CheckedDispatcher(AnyCost(), engine.cache, max_requests, 100, window)
     return engine
 
 
@@ -212,9 +220,12 @@ def live(engine: Engine, operations: list[tuple]) -> None:
     st.sampled_from([0, 1]),
     st.sampled_from([3, 8, 64]),
     st.sampled_from([2, 6]),
+    st.sampled_from([None, 1, 7, 20, 45]),
 )
-def test_plans_equal_the_twins_over_random_lives(operations, capacity, depth, budget, max_requests):
-    live(checked_engine(capacity, depth, budget, max_requests), operations)
+def test_plans_equal_the_twins_over_random_lives(
+    operations, capacity, depth, budget, max_requests, window
+):
+    live(checked_engine(capacity, depth, budget, max_requests, window), operations)
 
 
 def calls_of_step(engine: Engine) -> int:

@@ -1,7 +1,8 @@
 """extend_attention: rows of extend requests over HOT path, COLD spans and own chunk, one pass.
 
     keys in token order   |-- RUN --|-- RUN --|---- SLOTS: suffix and own chunk ----|
-    a row at position p sees keys at positions [0, p]; only blocks that cross p are masked
+    a row at position p sees keys at positions [0, p], or (p - window, p]; only blocks that cross
+    an edge of a row's range are masked, and blocks outside of all rows' ranges are not read
 
 A program owns one (request, tile of its rows x GQA group, KV head) and writes the output itself.
 """
@@ -34,6 +35,21 @@ _LEN = tl.constexpr(int(ExtendSegment.LEN))
 _POSITION = tl.constexpr(int(ExtendSegment.POSITION))
 
 
+@triton.jit
+def load_edge(
+    k_head, v_head, slots_ptr, span_start, kind, n0, n, some, d, HKV: tl.constexpr, D: tl.constexpr
+):
+    """(exists [N], k, v) of a block that an edge crosses; from key `some` of the span on 0."""
+    exists = n0 + n < some
+    slots = span_start + n0 + n
+    if kind != KIND_RUN:
+        slots = tl.load(slots_ptr + n0, mask=exists, other=0)
+    offsets = slots.to(tl.int64) * (HKV * D)
+    k = load_some_rows(k_head, offsets, exists, d, D)
+    v = load_some_rows(v_head, offsets, exists, d, D)
+    return exists, k, v
+
+
 @triton.jit(do_not_specialize=["q_stride", "out_stride", "slots_stride"])
 def extend_kernel(
     q_ptr,  # [T, HKV * G, D], row stride q_stride
@@ -58,6 +74,7 @@ def extend_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,  # keys that a row sees at most, its own included; 0: all
     INTERPRET: tl.constexpr,
 ):
     q_stride = tl.multiple_of(q_stride, 16)
@@ -94,28 +111,39 @@ def extend_kernel(
         position = tl.load(segment_ptr + _POSITION)
         some = tl.minimum(tl.maximum(last + 1 - position, 0), span_len)
         every = tl.minimum(tl.maximum(first + 1 - position, 0), span_len)
-        whole = every // BLOCK_N * BLOCK_N
         slots_ptr = request_slots_ptr + slots_row + span_start + n
+        begin = 0
+        if WINDOW > 0:
+            # the first row sees keys from `lowest` on, every row from `within` on
+            lowest = tl.minimum(tl.maximum(first + 1 - WINDOW - position, 0), some)
+            within = tl.minimum(tl.maximum(last + 1 - WINDOW - position, 0), some)
+            for n0 in tl.range(lowest, within, BLOCK_N, num_stages=1):
+                exists, k, v = load_edge(
+                    k_head, v_head, slots_ptr, span_start, kind, n0, n, some, d, HKV, D
+                )
+                at = (position + n0 + n)[None, :]
+                seen = exists[None, :] & (at <= own[:, None]) & (at > own[:, None] - WINDOW)
+                acc, m, total = attend_masked(q, k, v, seen, acc, m, total, scale_log2, INTERPRET)
+            begin = lowest + tl.cdiv(within - lowest, BLOCK_N) * BLOCK_N
+            whole = begin + tl.maximum(every - begin, 0) // BLOCK_N * BLOCK_N
+        else:
+            whole = every // BLOCK_N * BLOCK_N
         if kind == KIND_RUN:
-            for n0 in range(0, whole, BLOCK_N):
+            for n0 in range(begin, whole, BLOCK_N):
                 offsets = (span_start + n0 + n).to(tl.int64) * (HKV * D)
                 k = load_rows(k_head, offsets, d, D, BLOCK_D)
                 v = load_rows(v_head, offsets, d, D, BLOCK_D)
                 acc, m, total = attend(q, k, v, acc, m, total, scale_log2, INTERPRET)
         else:
-            for n0 in range(0, whole, BLOCK_N):
+            for n0 in range(begin, whole, BLOCK_N):
                 offsets = tl.load(slots_ptr + n0).to(tl.int64) * (HKV * D)
                 k = load_rows(k_head, offsets, d, D, BLOCK_D)
                 v = load_rows(v_head, offsets, d, D, BLOCK_D)
                 acc, m, total = attend(q, k, v, acc, m, total, scale_log2, INTERPRET)
         for n0 in tl.range(whole, some, BLOCK_N, num_stages=1):
-            exists = n0 + n < some
-            slots = span_start + n0 + n
-            if kind != KIND_RUN:
-                slots = tl.load(slots_ptr + n0, mask=exists, other=0)
-            offsets = slots.to(tl.int64) * (HKV * D)
-            k = load_some_rows(k_head, offsets, exists, d, D)
-            v = load_some_rows(v_head, offsets, exists, d, D)
+            exists, k, v = load_edge(
+                k_head, v_head, slots_ptr, span_start, kind, n0, n, some, d, HKV, D
+            )
             seen = exists[None, :] & ((position + n0 + n)[None, :] <= own[:, None])
             acc, m, total = attend_masked(q, k, v, seen, acc, m, total, scale_log2, INTERPRET)
     o = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -130,8 +158,8 @@ def extend_kernel(
 
 
 @lru_cache(maxsize=64)
-def extend_build(shape: AttentionShape, tile: HotTile) -> KernelBuild:
-    """extend_attention's kernel."""
+def extend_build(shape: AttentionShape, tile: HotTile, window: int = 0) -> KernelBuild:
+    """extend_attention's kernel; window: see there."""
     tile = tile.fit(shape)
     scale = scales_of(shape, "v_scale")
     plan = ["extend_tiles_ptr", "qo_indptr_ptr", "extend_indptr_ptr", "extend_segments_ptr"]
@@ -155,6 +183,7 @@ def extend_build(shape: AttentionShape, tile: HotTile) -> KernelBuild:
             "BLOCK_D": shape.block_d,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
+            "WINDOW": window,
             "INTERPRET": INTERPRET,
         },
         {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
@@ -174,15 +203,17 @@ def extend_attention(
     tile: HotTile,
     num_tiles: int,
     v_scale: float = 1.0,
+    window: int = 0,
 ) -> None:
     """Rows of each extend request over its segments: q [T, Hq, D] -> out [T, Hq, D].
 
     plan: device tensors by field name, and extend_tiles int32 [E, 2] for tile.block_m.
     num_tiles: entries of extend_tiles in use. v_scale: of FP8 V; that of K is in sm_scale.
+    window: a row sees the last `window` keys up to its own; 0: all.
     """
     if num_tiles == 0:
         return
-    extend_build(shape, tile).launch(
+    extend_build(shape, tile, window).launch(
         (num_tiles * shape.num_kv_heads,),
         q, k_arena, v_arena, out, plan["extend_tiles"], plan["qo_indptr"], plan["extend_indptr"],
         plan["extend_segments"], plan["row_position"], plan["row_request"], request_slots,
