@@ -124,7 +124,10 @@ class DecodeSpans:
 
     def _suffix_start(self, visible: np.ndarray) -> np.ndarray:
         """int32 [num_suffixes]: the first position that a row reads of its suffix."""
-        return np.maximum(self._hot_end, first_seen(visible, self.window))[self._suffix_rows]
+        start = self._hot_end
+        if self.window is not None:
+            start = np.maximum(start, first_seen(visible, self.window))
+        return start[self._suffix_rows]
 
     def _share(
         self, node: Node, rows: list[int], first: np.ndarray, decide: Decide, alone: list[_Alone]

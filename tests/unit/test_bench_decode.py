@@ -148,7 +148,9 @@ def test_a_fixed_cascade_keeps_one_layout_on_a_gpu_and_flat_steps_keep_theirs():
     hot = np.array([[0, 64, 0, 4096, 0, 0, 0, 0]], np.int32)  # 256 stacked rows
     cold = np.array([[row, 1, 4096, 64, 4096, 0, 0, 0] for row in range(64)], np.int32)
     rows = np.arange(64, dtype=np.int32)
-    engine = SimpleNamespace(dispatcher=SimpleNamespace(cutter=cutter, cost=None), cache=None)
+    engine = SimpleNamespace(
+        dispatcher=SimpleNamespace(cutter=cutter, cost=None, window=None), cache=None
+    )
     fixed = FixedDispatcher(engine, "cascade").cutter
     assert cutter.cut(hot, rows, cold, 64).layout.name == "dense"
     assert fixed.cut(hot, rows, cold, 64).layout.name == "mid"

@@ -24,7 +24,6 @@ from granikv.config import EngineConfig
 from granikv.core import (
     Batch,
     ColdItem,
-    Count,
     ExtendSegment,
     HotItem,
     Request,
@@ -98,8 +97,6 @@ class CheckedDispatcher(Dispatcher):
         ends = [*(batch.decode_positions + 1), *(e.start + e.num_tokens for e in batch.extends)]
         hot_ends = [sum(map(len, self.cache.hot_path(r))) for r in batch.requests]
         assert got_hot == [min(x) for x in zip(hot_ends, ends, strict=True)]
-        if self.window is None:
-            assert got_hot == [self._hot_tokens(plan, i) for i in range(len(batch.requests))]
         return plan
 
     def _check_contexts(self, plan, batch):
@@ -126,19 +123,6 @@ class CheckedDispatcher(Dispatcher):
         """position: of the first query."""
         first = 0 if self.window is None else max(0, position + 1 - self.window)
         check_context(self.cache, self.request_slots, request, spans, visible, first)
-
-    def _hot_tokens(self, plan, i):
-        """Tokens before the suffix of the i-th scheduled request."""
-        if i < plan.counts[Count.NUM_DECODE_ROWS]:
-            items = plan.cold_items[plan.cold_items[:, ColdItem.ROW] == i]
-            row_end = plan.row_position[i] + 1
-        else:
-            i -= int(plan.counts[Count.NUM_DECODE_ROWS])
-            items = plan.extend_segments[plan.extend_indptr[i] : plan.extend_indptr[i + 1]]
-            row_end = plan.row_position[plan.qo_indptr[i + 1] - 1] + 1
-            items = np.insert(items, 0, i, axis=1)  # KIND and START where a cold item has them
-        suffix = items[items[:, ColdItem.KIND] == SpanKind.SLOTS]
-        return int(suffix[0, ColdItem.START]) if len(suffix) else int(row_end)
 
 
 def spans_of_partials(plan):
