@@ -107,6 +107,13 @@ def test_merge_does_not_spill(tmp_path):
     assert compiled(build, tmp_path)[1] == 0
 
 
+@pytest.mark.skipif(not CUOBJDUMP.exists(), reason="needs Triton's NVIDIA tools")
+@pytest.mark.parametrize("window", [0, 4096])
+def test_extend_does_not_spill(window, tmp_path):
+    build = extend_build(SHAPE, extend_tile(SHAPE), window)
+    assert compiled(build, tmp_path)[1] == 0
+
+
 def fp8_builds() -> dict[str, KernelBuild]:
     shape, layouts = FP8_SHAPE, FP8_LAYOUTS
     small = layouts["small"]

@@ -35,21 +35,6 @@ _LEN = tl.constexpr(int(ExtendSegment.LEN))
 _POSITION = tl.constexpr(int(ExtendSegment.POSITION))
 
 
-@triton.jit
-def load_edge(
-    k_head, v_head, slots_ptr, span_start, kind, n0, n, some, d, HKV: tl.constexpr, D: tl.constexpr
-):
-    """(exists [N], k, v) of a block that an edge crosses; from key `some` of the span on 0."""
-    exists = n0 + n < some
-    slots = span_start + n0 + n
-    if kind != KIND_RUN:
-        slots = tl.load(slots_ptr + n0, mask=exists, other=0)
-    offsets = slots.to(tl.int64) * (HKV * D)
-    k = load_some_rows(k_head, offsets, exists, d, D)
-    v = load_some_rows(v_head, offsets, exists, d, D)
-    return exists, k, v
-
-
 @triton.jit(do_not_specialize=["q_stride", "out_stride", "slots_stride"])
 def extend_kernel(
     q_ptr,  # [T, HKV * G, D], row stride q_stride
@@ -111,23 +96,20 @@ def extend_kernel(
         position = tl.load(segment_ptr + _POSITION)
         some = tl.minimum(tl.maximum(last + 1 - position, 0), span_len)
         every = tl.minimum(tl.maximum(first + 1 - position, 0), span_len)
-        slots_ptr = request_slots_ptr + slots_row + span_start + n
+        # blocks [begin, whole) need no mask
         begin = 0
         if WINDOW > 0:
             # the first row sees keys from `lowest` on, every row from `within` on
             lowest = tl.minimum(tl.maximum(first + 1 - WINDOW - position, 0), some)
             within = tl.minimum(tl.maximum(last + 1 - WINDOW - position, 0), some)
-            for n0 in tl.range(lowest, within, BLOCK_N, num_stages=1):
-                exists, k, v = load_edge(
-                    k_head, v_head, slots_ptr, span_start, kind, n0, n, some, d, HKV, D
-                )
-                at = (position + n0 + n)[None, :]
-                seen = exists[None, :] & (at <= own[:, None]) & (at > own[:, None] - WINDOW)
-                acc, m, total = attend_masked(q, k, v, seen, acc, m, total, scale_log2, INTERPRET)
             begin = lowest + tl.cdiv(within - lowest, BLOCK_N) * BLOCK_N
             whole = begin + tl.maximum(every - begin, 0) // BLOCK_N * BLOCK_N
+            # one loop over both edges: its steps before `whole` are the blocks before `begin`
+            edges, end = whole - (begin - lowest), tl.maximum(some, whole)
         else:
             whole = every // BLOCK_N * BLOCK_N
+            edges, end = whole, some
+        slots_ptr = request_slots_ptr + slots_row + span_start + n
         if kind == KIND_RUN:
             for n0 in range(begin, whole, BLOCK_N):
                 offsets = (span_start + n0 + n).to(tl.int64) * (HKV * D)
@@ -140,11 +122,19 @@ def extend_kernel(
                 k = load_rows(k_head, offsets, d, D, BLOCK_D)
                 v = load_rows(v_head, offsets, d, D, BLOCK_D)
                 acc, m, total = attend(q, k, v, acc, m, total, scale_log2, INTERPRET)
-        for n0 in tl.range(whole, some, BLOCK_N, num_stages=1):
-            exists, k, v = load_edge(
-                k_head, v_head, slots_ptr, span_start, kind, n0, n, some, d, HKV, D
-            )
+        for n0 in tl.range(edges, end, BLOCK_N, num_stages=1):
+            if WINDOW > 0:
+                n0 = tl.where(n0 < whole, n0 + begin - whole, n0)
+            exists = n0 + n < some
+            slots = span_start + n0 + n
+            if kind != KIND_RUN:
+                slots = tl.load(slots_ptr + n0, mask=exists, other=0)
+            offsets = slots.to(tl.int64) * (HKV * D)
+            k = load_some_rows(k_head, offsets, exists, d, D)
+            v = load_some_rows(v_head, offsets, exists, d, D)
             seen = exists[None, :] & ((position + n0 + n)[None, :] <= own[:, None])
+            if WINDOW > 0:
+                seen &= (position + n0 + n)[None, :] > own[:, None] - WINDOW
             acc, m, total = attend_masked(q, k, v, seen, acc, m, total, scale_log2, INTERPRET)
     o = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if v_scale is not None:
