@@ -1,8 +1,9 @@
 """The parts of a step on the CPU: what `CpuAttention` reads in place, gathers and merges.
 
     decode row   |--- HOT view ---|-- long run: view --|. scattered slots: bucket .|
-    extend rows  |------- prefix: views and one gather -------|-- own chunk, causal --|
+    extend rows  |~ window's edge ~|-- prefix: views and one gather --|-- own chunk --|
 
+Of edge and own chunk each extend row sees a part: one call with a mask, or causal without an edge.
 Built once per step from the StepPlan with numpy. Spans of one row are folded into as few parts
 as possible: the plan's merge lists say which spans count, not how many calls serve them.
 """
