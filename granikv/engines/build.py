@@ -100,7 +100,8 @@ def _build(
     described = engine_io(shards[0], limits, settings.dtype).describe()
     graph_key = key_of(checkpoint.fingerprint(), settings.dtype, asdict(limits), described,
                        _source_hash())  # fmt: skip
-    engine_key = key_of(graph_key, builder, builder_version, plugin and file_hash(plugin),
+    library = file_hash(plugin) if plugin else ""
+    engine_key = key_of(graph_key, builder, builder_version, library,
                       settings.compute_capabilities, own)  # fmt: skip
     ranks: list[RankFiles] = []
     made: dict = {}
@@ -136,6 +137,7 @@ def _build(
         tensorrt_version=builder_version,
         compute_capabilities=tuple(made.get("compute_capabilities", ())),
         plugin_abi_hash=plugin_abi_hash(),
+        plugin_sha256=library,
         checkpoint=checkpoint.fingerprint(),
         versions={name: _version(name) for name in ("granikv", "onnx", "torch")},
     )

@@ -55,7 +55,7 @@ class TensorRTExecutor(DeviceExecutor):
         manifest.check(folder, tp_size, runtime.facts(), runtime.file_kind)
         sizes = engine_sizes(engine_config, manifest)
         # first: the plan of the arenas counts what is free
-        runtime.load(manifest.file(folder, rank, runtime.file_kind))
+        runtime.load(manifest.file(folder, rank, runtime.file_kind), manifest.io)
         self.rank = rank
         shard = Shard(manifest.model, tp_size, rank)
         own = replace(shard.rank_config, max_position=manifest.limits.max_seq_len)

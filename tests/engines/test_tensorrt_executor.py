@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from granikv.engine import Engine
 from granikv.engines.build import BuildSettings, build
 from granikv.engines.io import MAX_BINDINGS
 from granikv.engines.manifest import RuntimeFacts, load_manifest
-from granikv.engines.runtime import BINDINGS, BindingNumbers, TensorRTRuntime
+from granikv.engines.runtime import BINDINGS, BindingNumbers
 from granikv.errors import EngineMismatch, InvalidArgument, ModelFileError, Unavailable
 from granikv.executor.device_executor import DeviceExecutor
 from granikv.executor.tensorrt_executor import TensorRTExecutor
@@ -154,7 +153,7 @@ def test_misfits_are_refused_before_anything_is_allocated(built, monkeypatch):
     _, out, manifest = built[ARCHS[0]]
     monkeypatch.setattr(torch, "empty", None)  # the arenas' allocation
     monkeypatch.setattr(torch, "zeros", None)
-    facts = RuntimeFacts("10.15.0.1", "9.0", manifest.plugin_abi_hash)
+    facts = RuntimeFacts("10.15.0.1", "9.0")
     runtime = EngineDouble(manifest.io, facts)
     monkeypatch.setattr(
         "test_tensorrt_executor.Sampler", lambda *args, **options: None, raising=False
@@ -300,14 +299,6 @@ def test_tensors_lie_on_the_alignment_that_tensorrt_asks_for(built):
     offsets = {x.storage_offset() * x.element_size() for x in tensors}
     assert len(offsets) > 10 and all(offset % 256 == 0 for offset in offsets), sorted(offsets)
     executor.close()
-
-
-def test_an_address_out_of_alignment_is_refused():
-    runtime = object.__new__(TensorRTRuntime)
-    runtime._context = SimpleNamespace(set_tensor_address=lambda name, address: True)
-    assert runtime.set_tensor_address("counts", 512)
-    with pytest.raises(InvalidArgument, match="counts: .* of 256-byte alignment, got 528"):
-        runtime.set_tensor_address("counts", 528)
 
 
 def test_the_largest_layout_of_a_plan_fits_the_engine(built):
