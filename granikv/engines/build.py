@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -75,11 +75,7 @@ def build(settings: BuildSettings, progress: Progress = no_progress) -> Manifest
     checkpoint, limits, shards = open_shards(settings)
     builder, builder_version = choose_builder(settings.builder)
     plugin = _plugin(settings, builder)
-    own = None  # the GPU that an engine is for if none is named
-    if builder != "none" and not settings.compute_capabilities:
-        own = own_capability(builder)
-        if builder == "rtx":
-            check_capabilities(builder, [own])
+    own = own_target(builder, settings.compute_capabilities)
     with sole_writer(settings.out):
         return _build(
             settings, checkpoint, limits, shards, builder, builder_version, plugin, own, progress
@@ -166,6 +162,19 @@ def open_shards(settings: ExportSettings) -> tuple[Checkpoint, BuildLimits, list
     for shard in shards:
         export.check_weights(checkpoint, shard)
     return checkpoint, limits, shards
+
+
+def own_target(builder: str, capabilities: Sequence[str]) -> str | None:
+    """This machine's GPU, where an engine is for it: where none is named.
+
+    Raises Unavailable without one, InvalidArgument for one that the builder does not serve.
+    """
+    if builder == "none" or capabilities:
+        return None
+    own = own_capability(builder)
+    if builder == "rtx":
+        check_capabilities(builder, [own])
+    return own
 
 
 def _plugin(settings: BuildSettings, builder: str) -> Path | None:
