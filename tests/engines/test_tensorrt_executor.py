@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,6 +136,33 @@ def test_sampling_is_the_torch_executors_at_any_depth_and_through_preemptions(bu
         assert made == want
         for (got_id, got), (want_id, value) in zip(logprobs, want_logprobs, strict=True):
             assert got_id == want_id and got == pytest.approx(value, abs=1e-4)
+
+
+def test_a_capture_sets_no_shape(built, monkeypatch):
+    """TensorRT settles a new shape in the first run with it, which no capture may hold."""
+    reference = torch_engine(built, ARCHS[0])
+    engine = make_engine(make_executor(built))
+    executor = engine.executor
+    captured, captures, set_shape = [], [], executor.runtime.set_input_shape
+
+    def capture(self, rows, bucket):
+        captures.append(bucket)
+        executor.runtime.set_input_shape = lambda name, shape: False
+        logits = self._forward(rows, bucket, None)
+        executor.runtime.set_input_shape = set_shape
+        again = SimpleNamespace(replay=lambda: captured.append(self._forward(rows, bucket, None)))
+        return SimpleNamespace(graph=again, logits=logits)
+
+    monkeypatch.setattr(DeviceExecutor, "_capture", capture)
+    executor.use_graphs = True
+    for size in (2, 5, 2, 5):  # the shapes of a captured key are never those of the step before
+        prompts = [tokens(i, 12) for i in range(size)]
+        want, _ = run(reference, prompts, max_tokens=3)
+        got, _ = run(engine, prompts, max_tokens=3)
+        assert got == want
+    assert {2, 8} <= set(captures) and len(captured) >= len(captures)
+    engine.close()
+    reference.close()
 
 
 def test_decode_rows_are_padded_to_buckets(built):
