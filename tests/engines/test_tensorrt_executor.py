@@ -155,12 +155,12 @@ def test_a_capture_sets_no_shape(built, monkeypatch):
 
     monkeypatch.setattr(DeviceExecutor, "_capture", capture)
     executor.use_graphs = True
-    for size in (2, 5, 2, 5):  # the shapes of a captured key are never those of the step before
+    for size in (2, 5, 2, 5, 2, 5):  # one decode step each: a key's second run has new shapes
         prompts = [tokens(i, 12) for i in range(size)]
-        want, _ = run(reference, prompts, max_tokens=3)
-        got, _ = run(engine, prompts, max_tokens=3)
+        want, _ = run(reference, prompts, max_tokens=2)
+        got, _ = run(engine, prompts, max_tokens=2)
         assert got == want
-    assert {2, 8} <= set(captures) and len(captured) >= len(captures)
+    assert set(captures) == {2, 8} and len(captured) >= 2
     engine.close()
     reference.close()
 

@@ -6,6 +6,7 @@ import re
 import struct
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -245,3 +246,49 @@ def test_parameters_are_read_from_ptx():
 )
 """
     assert aot.ptx_sizes(ptx) == [8, 128, 4, 4]
+
+
+def compiled(job, **changes) -> SimpleNamespace:
+    """In the place of Triton's CompiledKernel: what `describe` reads of the job's."""
+    meta = {
+        "name": "append_kernel", "shared": 0, "num_warps": 4, "num_ctas": 1,
+        "profile_scratch_size": 0, "global_scratch_size": 0, "global_scratch_align": 1,
+    }  # fmt: skip
+    kinds = {8: ".u64", 4: ".u32"}
+    sizes = [aot.SIZES[kind] for _, kind in aot.parameters(job, [])]
+    declared = ",\n".join(f"\t.param {kinds[n]} param_{i}" for i, n in enumerate(sizes))
+    ptx = f".visible .entry append_kernel(\n{declared}\n)\n"
+    return SimpleNamespace(metadata=SimpleNamespace(**meta | changes), asm={"ptx": ptx})
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90])
+def test_a_kernel_may_fill_its_architectures_shared_memory_and_no_more(capability):
+    job, limit = program(SMALL, capability).append, ARCHITECTURES[capability]
+    assert aot.describe(job, compiled(job, shared=limit))["shared_bytes"] == limit
+    with pytest.raises(
+        aot.CompileError, match=f"{limit + 1} bytes of shared memory, limit {limit}"
+    ):
+        aot.describe(job, compiled(job, shared=limit + 1))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_ctas": 2},
+        {"profile_scratch_size": 16},
+        {"tensordesc_meta": [{"swizzle": 3}, {"swizzle": 2}]},
+    ],
+    ids=str,
+)
+def test_what_the_plugin_cannot_launch_is_refused(changes):
+    job = program(SMALL, 90).append
+    with pytest.raises(aot.CompileError, match="a cluster, a profile scratch or maps that differ"):
+        aot.describe(job, compiled(job, **changes))
+
+
+def test_other_parameters_than_declared_are_refused():
+    job = program(SMALL, 90).append
+    made = compiled(job)
+    made.asm["ptx"] = made.asm["ptx"].replace(".u64", ".u32", 1)
+    with pytest.raises(aot.CompileError, match="parameters are .4, .* bytes, expected .8, "):
+        aot.describe(job, made)
