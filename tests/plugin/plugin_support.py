@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from granikv.attention import gpu
+from granikv.attention import gpu, reference
 from granikv.attention.kernels.build import KernelBuild
 from granikv.attention.variants import LAYOUTS, Layout
+from granikv.core import Count
 from tests.kernels.support import DEVICE, Row, Step
 from trtllm_plugin.table import ARCHITECTURES
 
@@ -128,6 +129,29 @@ def record(
         patch.setattr(torch.cuda, "current_stream", lambda: nothing)
         run_rows(step, attention)
     return made
+
+
+def twin(step: Step) -> torch.Tensor:
+    """The oracle's output fp32 [T, Hq * D] of the packed rows; q and k are rounded after rope."""
+    total = int(step.plan.counts[Count.NUM_ROWS])
+    position = torch.from_numpy(step.plan.row_position[:total]).long()
+    cos, sin = (x[position][:, None] for x in angles(step))
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        low, high = x[:total].float().chunk(2, dim=-1)
+        turned = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+        return turned.to(step.dtype).float()
+
+    return reference.attention_step(
+        rotated(step.q),
+        rotated(step.new_k),
+        step.new_v[:total].float(),
+        step.k[LAYER].to(torch.float32, copy=True),  # it appends
+        step.v[LAYER].to(torch.float32, copy=True),
+        step.request_slots,
+        step.plan,
+        step.dim**-0.5,
+    )
 
 
 def write_step(

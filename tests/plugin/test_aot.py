@@ -19,6 +19,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from granikv.attention.variants import FP8_LAYOUTS, LAYOUTS
+from granikv.config import ModelConfig
+from granikv.engines.sharding import Shard
 from granikv.errors import InvalidArgument
 from tests.kernels.support import ON_GPU, Row, Step
 from tests.plugin.conftest import CACHE
@@ -200,6 +202,55 @@ def test_the_table_covers_models_and_splits():
     for heads in found:
         for capability in ARCHITECTURES:
             assert len(program(heads, capability).layouts) == len(LAYOUTS)
+
+
+def rank_heads(model: str, tp: int) -> tuple[int, int]:
+    """Query and KV heads of a rank, as engines are cut. Raises InvalidArgument."""
+    qo, kv, dim, _ = MODELS[model]
+    config = ModelConfig("LlamaForCausalLM", 1, 64, 16 * 7, qo, kv, dim, 32, 32)
+    own = Shard(config, tp).rank_config
+    return own.num_qo_heads, own.num_kv_heads
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_every_model_has_kernels_at_every_tp_that_cuts_it(tp):
+    """With more ranks than KV heads, each of which then has one, too."""
+    found, refused = heads_of(MODELS), set()
+    for model, (qo, _, dim, types) in MODELS.items():
+        try:
+            heads = rank_heads(model, tp)
+        except InvalidArgument:
+            assert qo % tp, model
+            refused.add(model)
+            continue
+        for element in types:
+            assert Heads(*heads, dim, element) in found, (model, tp)
+            assert Heads(*heads, dim, element) in heads_of([model], [element], [tp])
+    wanted = {
+        1: set(),
+        2: {"smollm2-135m"},
+        4: {"smollm2-135m", "qwen2.5-0.5b"},
+        8: {"smollm2-135m", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"},
+    }
+    assert refused == wanted[tp]
+
+
+def test_replicated_kv_heads_are_in_the_table():
+    assert heads_of(["llama-3.1-8b"], ["bf16"]) == [
+        Heads(qo, kv, 128, "bf16") for qo, kv in ((32, 8), (16, 4), (8, 2), (4, 1), (2, 1))
+    ]
+    assert Heads(2, 1, 128, "fp16") in heads_of(["qwen2.5-3b"], None, [8])  # of 16 and 2
+    assert rank_heads("qwen2.5-3b", 8) == (2, 1) and rank_heads("llama-3.1-8b", 16) == (2, 1)
+
+
+def test_a_build_may_be_for_some_tp_sizes():
+    made = header.programs_for("llama-3.1-8b", "bf16", "90", "1,8")
+    assert [p.heads.num_qo_heads for p in made] == [32, 4]
+    for tp, got in (("3", 3), ("two", 0), ("1,32", 32)):
+        with pytest.raises(InvalidArgument, match=f"tp: expected one of 1, 2, .*, got {got}"):
+            header.programs_for("llama-3.1-8b", "bf16", "90", tp)
+    with pytest.raises(InvalidArgument, match="smollm2-135m.*at a tp of .2. that cuts it"):
+        header.programs_for("smollm2-135m", "all", "90", "2")
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
+from granikv.attention.variants import LAYOUTS
+from granikv.bench.harness import result_record, write_json
 from granikv.core import Count
 from tests.kernels.support import ON_GPU, Step
+from tests.plugin import enqueue_times
 from tests.plugin.plugin_support import (
     ELEMENTS,
     prepared,
@@ -23,6 +27,7 @@ from tests.plugin.test_launches import (
     JOIN,
     MAIN,
     SIDE,
+    SMALL,
     Traced,
     environment,
     known_kernels,
@@ -161,3 +166,22 @@ def test_formats_that_are_taken(host, library):
         wanted.add((first, len(HEADER_INPUTS), first, LINEAR))
     assert found["HotColdAttention"] == wanted
     assert found["AllReduce"] == {(x, place, x, LINEAR) for x in elements for place in (0, 1)}
+
+
+@WITHOUT_GPU
+def test_enqueue_times_become_a_result_file(host, library, fake_cuda, tmp_path):
+    """Of the library's own work: the driver does nothing but write launches down."""
+    known_kernels(tmp_path)
+    env = environment(tmp_path, fake_cuda, 90)
+    cases = enqueue_times.measure(host, library, 20, *SMALL, env=env)
+    write_json(tmp_path / "out.json", result_record(cases, with_probe=False))
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert [case["params"]["layout"] for case in record["cases"]] == list(LAYOUTS)
+    for case in record["cases"]:
+        median_us = case["metrics"]["enqueue_us"]
+        assert 0 < median_us <= case["metrics"]["p90_us"]
+        assert case["ratio"] == pytest.approx(15 / median_us, rel=0.01)
+        assert case["baseline_metrics"] == {"enqueue_us": 15.0}
+    launched = (tmp_path / "trace.txt").read_text().splitlines()
+    appends = sum(" append_kernel " in line for line in launched)
+    assert appends == len(LAYOUTS) * (2 + 20)  # eager, captured, timed
