@@ -23,7 +23,7 @@ CACHE = ROOT / "out" / "plugin"
 OUT = ROOT / "out" / ("plugin-test-gpu" if torch.cuda.is_available() else "plugin-test")
 
 
-# of the GPU's tests, at tp 1: 9x3x64 in all types, and heads of 128 that differ in group and number
+# on a GPU, at tp 1: heads of 64, and of 128 in groups of 2 to 8; README of trtllm_plugin has it, too
 GPU_MODELS = "smollm2-135m,llama-3.1-8b,qwen2.5-7b,qwen2.5-14b,llama-3.3-70b,qwen3-0.6b"
 
 
