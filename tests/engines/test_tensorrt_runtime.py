@@ -50,9 +50,10 @@ EXPORT char const* granikvLastError() { return "the stub's reason"; }
 EXPORT int32_t granikvBindArenas(int32_t binding, int32_t, int32_t layers, int64_t const* places,
                                  int64_t capacity, int32_t qo, int32_t kv, int32_t dim,
                                  char const* element) {
-    char text[160];
-    std::snprintf(text, sizeof(text), "%d/%d/%d %s %ld", qo, kv, dim, element,
-                  long(places[2 * layers - 1]));
+    char text[200];
+    int end = std::snprintf(text, sizeof(text), "%d/%d/%d %s", qo, kv, dim, element);
+    for (int i = 0; i < 2 * layers; ++i)
+        end += std::snprintf(text + end, sizeof(text) - end, " %ld", long(places[i]));
     return said("granikvBindArenas", binding, layers, capacity, text);
 }
 EXPORT int32_t granikvUnbindArenas(int32_t binding) { return said("granikvUnbindArenas", binding, 0, 0, ""); }
@@ -163,11 +164,11 @@ def test_a_life_in_the_order_of_its_calls(place):
     assert names(place.calls)[-2:] == ["execute_async_v3", "granikvUnbindArenas"]
     by_name = {call[0]: call for call in place.calls}
     assert by_name["load_library"] == ("load_library", str(place.plugin))
-    last = executor.v_arena[-1].data_ptr()
+    arenas = [x[layer].data_ptr() for layer in (0, 1) for x in (executor.k_arena, executor.v_arena)]
     model = place.manifest.model
     heads = f"{model.num_qo_heads}/{model.num_kv_heads}/{model.head_dim}"
     assert by_name["granikvBindArenas"][1:] == (
-        str(executor.binding), str(model.num_layers), "256", f"{heads} fp32 {last}",
+        str(executor.binding), str(model.num_layers), "256", " ".join([heads, "fp32", *map(str, arenas)]),
     )  # fmt: skip
     places = {call[1]: call[2] for call in place.calls if call[0] == "set_tensor_address"}
     io = place.manifest.io
