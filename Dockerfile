@@ -7,9 +7,10 @@
 ARG TRITON_IMAGE=nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3
 
 FROM ${TRITON_IMAGE} AS plugin
-# compute capabilities, models and types of the kernels; "all" takes hours
+# compute capabilities, models, tensor-parallel sizes and types of the kernels; "all" takes hours
 ARG PLUGIN_ARCH=80,90
 ARG PLUGIN_MODELS=llama-3.1-8b
+ARG PLUGIN_TP=all
 ARG PLUGIN_ELEMENTS=bf16
 ENV PREFIX=/opt/granikv
 WORKDIR /src

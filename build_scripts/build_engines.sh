@@ -47,6 +47,7 @@ for tp in "${SETTINGS[@]}"; do
     --model_cls_file "$ROOT/trtllm_plugin/trtllm_model.py" --model_cls_name GraniKVForCausalLM \
     $limits --max_beam_width 1 --gemm_plugin disable --workers 1 \
     --output_timing_cache "$engines/model.cache"
-  "$PYTHON" -m granikv.engines.trtllm_manifest "$checkpoint" "$engines" ${COMPUTE_CAPABILITY:-}
+  "$PYTHON" -m granikv.engines.trtllm_manifest "$checkpoint" "$engines" "$GRANIKV_PLUGIN" \
+    ${COMPUTE_CAPABILITY:-}
   echo "tp $tp: $engines"
 done

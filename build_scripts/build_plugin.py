@@ -29,6 +29,7 @@ from trtllm_plugin.header import (  # noqa: E402
     Elements,
     Jobs,
     Models,
+    Tp,
     programs_for,
     write_table,
 )
@@ -90,6 +91,7 @@ def main(
     models: Models = "all",
     elements: Elements = "all",
     arch: Arch = DEFAULT_ARCH,
+    tp: Tp = "all",
     out: Annotated[Path, typer.Option(help="folder of the library")] = DEFAULT_OUT,
     jobs: Jobs = 0,
     tensorrt_include: Annotated[
@@ -101,7 +103,7 @@ def main(
 ) -> None:
     """Build libgranikv_trt.so."""
     try:
-        programs = programs_for(models, elements, arch)
+        programs = programs_for(models, elements, arch, tp)
         build(programs, out, jobs, tensorrt_include, cuda_include)
     except GraniKVError as error:
         typer.echo(f"error: {error}", err=True)

@@ -121,5 +121,6 @@ def _print_summary(manifest: Manifest, out: Path, files_were: str) -> None:
         "TensorRT": manifest.tensorrt_version or "not used: ONNX only",
         "compute capability": ", ".join(manifest.compute_capabilities) or "-",
         "plugin interface": manifest.plugin_abi_hash,
+        "plugin library": manifest.plugin_sha256[:16] or "-",
     }
     print_sections({"built": built, "files": files})

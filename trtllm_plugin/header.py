@@ -22,6 +22,7 @@ from trtllm_plugin.table import (
     ELEMENT_BYTES,
     MODELS,
     PINNED_TRITON,
+    TP_SIZES,
     Job,
     LayoutProgram,
     Program,
@@ -37,15 +38,17 @@ CUBIN_ALIGNMENT = 16
 Models = Annotated[str, typer.Option(help=f"'all' or some of: {', '.join(MODELS)}")]
 Elements = Annotated[str, typer.Option(help=f"'all' or some of: {', '.join(ELEMENT_BYTES)}")]
 Arch = Annotated[str, typer.Option(help=f"compute capabilities, of {sorted(ARCHITECTURES)}")]
+Tp = Annotated[str, typer.Option(help=f"tensor-parallel sizes, 'all' or some of {TP_SIZES}")]
 Jobs = Annotated[int, typer.Option(help="processes; 0: one per core")]
 
 
-def programs_for(models: str, elements: str, arch: str) -> list[Program]:
+def programs_for(models: str, elements: str, arch: str, tp: str = "all") -> list[Program]:
     """Programs of comma-separated options. Raises InvalidArgument with what is allowed."""
+    sizes = TP_SIZES if tp == "all" else [int(n) if n.isdigit() else 0 for n in tp.split(",")]
     names = list(MODELS) if models == "all" else models.split(",")
     types = None if elements == "all" else elements.split(",")
     capabilities = [int(a) if a.isdigit() else 0 for a in arch.split(",")]
-    return [program(heads, c) for c in capabilities for heads in heads_of(names, types)]
+    return [program(heads, c) for c in capabilities for heads in heads_of(names, types, sizes)]
 
 
 def _c_string(text: str) -> str:
@@ -147,13 +150,14 @@ def run(
     models: Models = "all",
     elements: Elements = "all",
     arch: Arch = DEFAULT_ARCH,
+    tp: Tp = "all",
     out: Annotated[Path, typer.Option(help="folder of the table")] = Path("out/plugin/generated"),
     cache: Annotated[Path, typer.Option(help="folder of compiled kernels")] = DEFAULT_CACHE,
     jobs: Jobs = 0,
 ) -> None:
     """Compile the kernels' cubins and write the table that the plugin is built from."""
     try:
-        programs = programs_for(models, elements, arch)
+        programs = programs_for(models, elements, arch, tp)
         kernels = compile_all(programs, cache, jobs or None)
     except GraniKVError as error:
         typer.echo(f"error: {error}", err=True)

@@ -45,7 +45,7 @@ ARCHITECTURES = {
 DEFAULT_ARCHITECTURES = (80, 90, 100, 103, 120, 121)
 PINNED_TRITON = "3.6.0"  # the Makefile's; cubins are made with no other
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-TP_SIZES = (1, 2, 4)
+TP_SIZES = (1, 2, 4, 8, 16)
 HALF = ("bf16", "fp16")
 
 # model: (num_qo_heads, num_kv_heads, head_dim, element types)
@@ -184,27 +184,37 @@ class Program:
         return [job for job in found if job is not None]
 
 
-def heads_of(models: Iterable[str], elements: Iterable[str] | None = None) -> list[Heads]:
-    """Distinct heads of these models at every TP size that divides them, largest models last.
+def heads_of(
+    models: Iterable[str],
+    elements: Iterable[str] | None = None,
+    tp_sizes: Iterable[int] = TP_SIZES,
+) -> list[Heads]:
+    """Distinct heads of a rank of these models, at every TP size that cuts them (sharding.Shard):
+    with more ranks than KV heads each rank has one. Many a size gives what another model has.
 
-    elements: None takes all types of each model. Raises InvalidArgument for an unknown model or
-    for types that leave nothing.
+    elements: None takes all types of each model. Raises InvalidArgument for an unknown model or TP
+    size, or for types and sizes that leave nothing.
     """
     models, wanted = list(models), None if elements is None else set(elements)
+    tp_sizes = list(tp_sizes)
+    for tp in tp_sizes:
+        if tp not in TP_SIZES:
+            raise InvalidArgument("tp", tp, f"one of {', '.join(map(str, TP_SIZES))}")
     found: dict[Heads, None] = {}
     for model in models:
         if model not in MODELS:
             raise InvalidArgument("models", model, f"one of {', '.join(MODELS)}")
         qo, kv, dim, types = MODELS[model]
-        for tp in TP_SIZES:
-            if qo % tp == 0 and kv % tp == 0:
+        for tp in tp_sizes:
+            if qo % tp == 0 and (kv % tp == 0 or tp % kv == 0):
                 for element in types:
                     if wanted is None or element in wanted:
-                        found[Heads(qo // tp, kv // tp, dim, element)] = None
+                        found[Heads(qo // tp, max(1, kv // tp), dim, element)] = None
     if not found:
-        raise InvalidArgument(
-            "elements", sorted(wanted or ()), f"a type of {models}: {', '.join(ELEMENT_BYTES)}"
+        expected = (
+            f"a type of {models} ({', '.join(ELEMENT_BYTES)}), at a tp of {tp_sizes} that cuts it"
         )
+        raise InvalidArgument("elements", sorted(wanted or ()), expected)
     return list(found)
 
 

@@ -15,7 +15,7 @@ fi
 
 "$PYTHON" build_scripts/build_plugin.py --out "$PREFIX/build/plugin" \
   --arch "${PLUGIN_ARCH:-90}" --models "${PLUGIN_MODELS:-llama-3.1-8b}" \
-  --elements "${PLUGIN_ELEMENTS:-bf16}"
+  --elements "${PLUGIN_ELEMENTS:-bf16}" --tp "${PLUGIN_TP:-all}"
 mkdir -p "$PREFIX/lib"
 mv "$PREFIX/build/plugin/libgranikv_trt.so" "$PREFIX/lib/"
 rm -rf "$PREFIX/build"

@@ -21,8 +21,13 @@ from onnx import ModelProto, helper
 
 from granikv.bench.harness import Case
 from granikv.bench.random_checkpoint import write_checkpoint
-from granikv.engines.build import BuildSettings, build
-from granikv.engines.builders import BuildRequest, build_engine, choose_builder
+from granikv.engines.build import BuildSettings, build, own_target
+from granikv.engines.builders import (
+    BuildRequest,
+    build_engine,
+    check_capabilities,
+    choose_builder,
+)
 from granikv.engines.io import ALL_REDUCE_OP, ATTENTION_OP
 from granikv.engines.manifest import Manifest
 from granikv.errors import InvalidArgument
@@ -51,12 +56,15 @@ def run_build_bench(
 ) -> list[Case]:
     """One entry per case, medians of the rounds; ratio: the baseline's seconds over ours.
 
-    Raises InvalidArgument without a plugin library, and what granikv.engines.build.build does.
+    Raises InvalidArgument without a plugin library, and what granikv.engines.build.build does; for
+    builder and GPU before anything is written.
     """
+    check_capabilities(builder, compute_capabilities)
     choose_builder(builder)
     if plugin is None or not plugin.is_file():
         expected = "GraniKV's plugin library with the shape's heads: build_scripts/build_plugin.py"
         raise InvalidArgument("plugin", str(plugin), expected)
+    own_target(builder, compute_capabilities)
     return [_run_case(case, plugin, builder, compute_capabilities, rounds, say) for case in cases]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -75,11 +75,7 @@ def build(settings: BuildSettings, progress: Progress = no_progress) -> Manifest
     checkpoint, limits, shards = open_shards(settings)
     builder, builder_version = choose_builder(settings.builder)
     plugin = _plugin(settings, builder)
-    own = None  # the GPU that an engine is for if none is named
-    if builder != "none" and not settings.compute_capabilities:
-        own = own_capability(builder)
-        if builder == "rtx":
-            check_capabilities(builder, [own])
+    own = own_target(builder, settings.compute_capabilities)
     with sole_writer(settings.out):
         return _build(
             settings, checkpoint, limits, shards, builder, builder_version, plugin, own, progress
@@ -100,7 +96,8 @@ def _build(
     described = engine_io(shards[0], limits, settings.dtype).describe()
     graph_key = key_of(checkpoint.fingerprint(), settings.dtype, asdict(limits), described,
                        _source_hash())  # fmt: skip
-    engine_key = key_of(graph_key, builder, builder_version, plugin and file_hash(plugin),
+    library = file_hash(plugin) if plugin else ""
+    engine_key = key_of(graph_key, builder, builder_version, library,
                       settings.compute_capabilities, own)  # fmt: skip
     ranks: list[RankFiles] = []
     made: dict = {}
@@ -136,6 +133,7 @@ def _build(
         tensorrt_version=builder_version,
         compute_capabilities=tuple(made.get("compute_capabilities", ())),
         plugin_abi_hash=plugin_abi_hash(),
+        plugin_sha256=library,
         checkpoint=checkpoint.fingerprint(),
         versions={name: _version(name) for name in ("granikv", "onnx", "torch")},
     )
@@ -170,6 +168,19 @@ def open_shards(settings: ExportSettings) -> tuple[Checkpoint, BuildLimits, list
     for shard in shards:
         export.check_weights(checkpoint, shard)
     return checkpoint, limits, shards
+
+
+def own_target(builder: str, capabilities: Sequence[str]) -> str | None:
+    """This machine's GPU, where an engine is for it: where none is named.
+
+    Raises Unavailable without one, InvalidArgument for one that the builder does not serve.
+    """
+    if builder == "none" or capabilities:
+        return None
+    own = own_capability(builder)
+    if builder == "rtx":
+        check_capabilities(builder, [own])
+    return own
 
 
 def _plugin(settings: BuildSettings, builder: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Which TensorRT is here, and builds by it, each in a process of its own.
+"""Which TensorRT is here, and builds by it, each in a process of its own that ends with this one.
 
 TensorRT for RTX has no engine for compute capability 9.0; it is here for machines that it serves,
 and for builds without a GPU.
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from granikv.engines.io import NETWORK_INPUTS, NETWORK_OUTPUTS, EngineIO
 from granikv.errors import EngineMismatch, InvalidArgument, Unavailable
+from granikv.processes import start_owned
 
 BUILDERS = ("auto", "tensorrt", "rtx", "none")
 RTX_COMPUTE_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
@@ -131,12 +132,18 @@ def check_network(made: dict, io: EngineIO) -> None:
 
 def _run(request: dict, environ: dict[str, str], check: bool) -> dict:
     command = [sys.executable, "-m", "granikv.engines.build_worker", json.dumps(request)]
-    made = subprocess.run(command, capture_output=True, text=True, env=environ)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with start_owned(command, text=True, env=environ, **pipes) as worker:
+        try:
+            stdout, stderr = worker.communicate()
+        except BaseException:
+            worker.kill()
+            raise
     try:
-        result = json.loads(made.stdout.splitlines()[-1])
+        result = json.loads(stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        tail = (made.stderr or made.stdout)[-2000:]
-        result = {"error": f"the builder process ended with {made.returncode}: {tail}"}
+        tail = (stderr or stdout)[-2000:]
+        result = {"error": f"the builder process ended with {worker.returncode}: {tail}"}
     if check and "error" in result:
         raise Unavailable(f"{request['onnx']}: no engine: {result['error']}")
     return result

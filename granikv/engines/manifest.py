@@ -59,7 +59,7 @@ class RuntimeFacts:
 
     tensorrt_version: str | None = None
     compute_capability: str | None = None  # "9.0"
-    plugin_abi_hash: str | None = None  # of the library; this package's own where it has none
+    plugin_sha256: str | None = None  # of the plugin library's file
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Manifest:
     tensorrt_version: str | None = None
     compute_capabilities: tuple[str, ...] = ()
     plugin_abi_hash: str = ""
+    plugin_sha256: str = ""  # of the library that the engines were built with
     checkpoint: str = ""  # fingerprint of the files it was exported from
     versions: dict[str, str] = field(default_factory=dict)
     format: int = FORMAT
@@ -98,15 +99,18 @@ class Manifest:
             raise EngineMismatch(
                 f"{where}: ranks: expected {tp_size}, got {len(self.ranks)}; {rebuild}"
             )
-        for name, expected in (
-            ("the package", plugin_abi_hash()),
-            ("the plugin library", facts.plugin_abi_hash),
-        ):
-            if expected is not None and self.plugin_abi_hash != expected:
-                raise EngineMismatch(
-                    f"{where}: plugin interface: expected {expected} as {name} has it, got "
-                    f"{self.plugin_abi_hash}; {rebuild}, or install what they were built with"
-                )
+        if self.plugin_abi_hash != plugin_abi_hash():
+            raise EngineMismatch(
+                f"{where}: plugin interface: expected {plugin_abi_hash()} as the package has it, "
+                f"got {self.plugin_abi_hash}; {rebuild}, or install what they were built with"
+            )
+        library = facts.plugin_sha256
+        if library is not None and self.plugin_sha256 != library:
+            raise EngineMismatch(
+                f"{where}: plugin library: expected engines built with the given one, sha256 "
+                f"{library}, got engines of {self.plugin_sha256 or 'none'}; give the library that "
+                f"they were built with, or {rebuild} --plugin LIBRARY"
+            )
         version = facts.tensorrt_version
         if version is not None and self.tensorrt_version != version:
             raise EngineMismatch(

@@ -6,6 +6,7 @@ It knows nothing of plans or requests.
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import threading
 from collections.abc import Callable
@@ -17,11 +18,20 @@ import torch
 from granikv.attention.plan_buffers import ADDRESS_ALIGNMENT_BYTES
 from granikv.config import ModelConfig
 from granikv.engines.build_worker import load_tensorrt
+from granikv.engines.builders import TRT_TYPES
 from granikv.engines.io import MAX_BINDINGS
 from granikv.engines.manifest import RuntimeFacts
-from granikv.errors import InvalidArgument, ModelFileError, Unavailable
+from granikv.engines.records import file_hash
+from granikv.errors import EngineMismatch, InvalidArgument, ModelFileError, Unavailable
 
 NCCL_ID_BYTES = 128
+ENTRY_POINTS = (
+    "granikvLastError",
+    "granikvBindArenas",
+    "granikvUnbindArenas",
+    "granikvNcclUniqueId",
+    "granikvInitCommunicator",
+)
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -61,8 +71,10 @@ class EngineRuntime(Protocol):
     def facts(self) -> RuntimeFacts:
         """What engines are compared with before one is loaded."""
 
-    def load(self, path: Path) -> None:
-        """Raises ModelFileError for a file that is not an engine of this runtime."""
+    def load(self, path: Path, io: dict[str, Any]) -> None:
+        """io: of the manifest. Raises ModelFileError for a file that is not an engine of this
+        runtime, EngineMismatch for one with other inputs or outputs, Unavailable without memory.
+        """
 
     def join_ranks(self, rank: int, tp_size: int, share: Callable[[bytes], bytes]) -> None:
         """Before the first step of a network with all-reduces; every rank calls it at once.
@@ -91,10 +103,36 @@ class EngineRuntime(Protocol):
         """Queue the network on a CUDA stream. False: it was refused."""
 
 
+@functools.cache  # a registry refuses plugins that it has: one library serves all of a process
+def plugin_library(trt: Any, path: str) -> ctypes.CDLL:
+    """The library at `path`, registered with TensorRT. Raises Unavailable."""
+    try:
+        library = ctypes.CDLL(path)
+    except OSError as error:
+        raise Unavailable(
+            f"plugin: expected GraniKV's plugin library, got {path}: {error}; build it "
+            "(trtllm_plugin/) and name it in `plugin`"
+        ) from error
+    missing = [name for name in ENTRY_POINTS if not hasattr(library, name)]
+    if missing:
+        raise Unavailable(
+            f"plugin: {path}: expected a library that exports {', '.join(ENTRY_POINTS)}, got none "
+            f"of {', '.join(missing)}; build it from this commit with build_scripts/build_plugin.py"
+        )
+    library.granikvLastError.restype = ctypes.c_char_p
+    if trt.get_plugin_registry().load_library(path) is None:
+        raise Unavailable(
+            f"plugin: {path}: TensorRT's registry did not take it (its log says why); one process "
+            "takes one library of these plugins"
+        )
+    return library
+
+
 class TensorRTRuntime:
     """EngineRuntime by TensorRT and GraniKV's plugin library, on torch's current GPU.
 
-    plugin: path of the library. Raises Unavailable when TensorRT or the library cannot be loaded.
+    plugin: path of the library; `load` loads it, when `facts` were compared with the engines'.
+    Raises Unavailable when there is no TensorRT or no such file.
     """
 
     device_type, file_kind = "cuda", "engine"
@@ -107,25 +145,24 @@ class TensorRTRuntime:
                 f"executor='tensorrt': expected TensorRT's Python package, got {error}; run in "
                 "the project's container, or take executor='torch'"
             ) from error
-        self._logger = self._trt.Logger(self._trt.Logger.WARNING)
+        self._plugin = str(plugin)
         try:
-            self._library = ctypes.CDLL(str(plugin))
+            self._plugin_sha256 = file_hash(Path(plugin))
         except OSError as error:
             raise Unavailable(
-                f"plugin: expected GraniKV's plugin library, got {plugin}: {error}; build it "
-                "(trtllm_plugin/) and name it in `plugin`"
+                f"plugin: expected GraniKV's plugin library, got {plugin}: {error.strerror}; build "
+                "it (trtllm_plugin/) and name it in `plugin`"
             ) from error
-        self._library.granikvLastError.restype = ctypes.c_char_p
-        if self._trt.get_plugin_registry().load_library(str(plugin)) is None:
-            raise Unavailable(f"plugin: {plugin}: TensorRT's registry did not take it")
+        self._logger = self._trt.Logger(self._trt.Logger.WARNING)
         self._engine: Any = None
         self._context: Any = None
 
     def facts(self) -> RuntimeFacts:
         major, minor = torch.cuda.get_device_capability()
-        return RuntimeFacts(self._trt.__version__, f"{major}.{minor}")
+        return RuntimeFacts(self._trt.__version__, f"{major}.{minor}", self._plugin_sha256)
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, io: dict[str, Any]) -> None:
+        self._library = plugin_library(self._trt, self._plugin)  # before an engine that names it
         self._runtime = self._trt.Runtime(self._logger)  # it outlives what it makes
         with (
             path.open("rb") as file,
@@ -134,9 +171,38 @@ class TensorRTRuntime:
             self._engine = self._runtime.deserialize_cuda_engine(content)
         if self._engine is None:
             raise ModelFileError(f"{path}: TensorRT refused it (its log says why); build it again")
+        self._check_tensors(path, io)
         self._context = self._engine.create_execution_context()
         if self._context is None:
             raise Unavailable(f"{path}: no memory on the GPU for the engine's activations")
+
+    def _check_tensors(self, path: Path, io: dict[str, Any]) -> None:
+        """Name, side, type and shape (-1: dynamic) of every input and output are the manifest's."""
+        wanted = {
+            entry["name"]: (
+                side,
+                TRT_TYPES[entry["dtype"]],
+                [-1 if isinstance(dim, str) else dim for dim in entry["dims"]],
+            )
+            for side in ("input", "output")
+            for entry in io[f"{side}s"]
+        }
+        found, engine = {}, self._engine
+        for index in range(engine.num_io_tensors):
+            name = engine.get_tensor_name(index)
+            is_input = engine.get_tensor_mode(name) == self._trt.TensorIOMode.INPUT
+            side, dtype = "input" if is_input else "output", engine.get_tensor_dtype(name).name
+            found[name] = (side, dtype, list(engine.get_tensor_shape(name)))
+        for name in wanted | found:
+            if wanted.get(name) != found.get(name):
+                expected, got = (
+                    "no such tensor" if name not in each else "{} {} {}".format(*each[name])
+                    for each in (wanted, found)
+                )
+                raise EngineMismatch(
+                    f"{path}: {name}: expected {expected}, as the manifest says, got {got}; engine "
+                    "and manifest are of two builds: build again"
+                )
 
     def join_ranks(self, rank: int, tp_size: int, share: Callable[[bytes], bytes]) -> None:
         unique_id = ctypes.create_string_buffer(NCCL_ID_BYTES)

@@ -1,8 +1,9 @@
 """manifest.json beside the engines that `trtllm-build` made, so that our executor loads them.
 
-    python -m granikv.engines.trtllm_manifest CHECKPOINT ENGINES [COMPUTE_CAPABILITY]
+    python -m granikv.engines.trtllm_manifest CHECKPOINT ENGINES PLUGIN [COMPUTE_CAPABILITY]
 
-CHECKPOINT: folder of convert_checkpoint.py; ENGINES: trtllm-build's --output_dir.
+CHECKPOINT: folder of convert_checkpoint.py; ENGINES: trtllm-build's --output_dir; PLUGIN: the
+library that it loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from granikv.outputs import write_atomically
 
 
 def write_manifest(
-    checkpoint: Path, engines: Path, tensorrt_version: str, compute_capability: str
+    checkpoint: Path, engines: Path, plugin: Path, tensorrt_version: str, compute_capability: str
 ) -> Manifest:
     """Raises ModelFileError for a missing file, EngineMismatch for engines of something else."""
     config = _read(checkpoint / CONFIG_NAME)
@@ -51,6 +52,7 @@ def write_manifest(
         tensorrt_version=tensorrt_version,
         compute_capabilities=(compute_capability,),
         plugin_abi_hash=plugin_abi_hash(),
+        plugin_sha256=_hash(plugin),
         checkpoint=config[OUR_KEY]["checkpoint"],
         versions={"tensorrt_llm": str(built.get("version", "unknown"))},
     )
@@ -65,6 +67,13 @@ def _read(path: Path) -> dict[str, Any]:
         raise ModelFileError(f"{path}: expected a readable JSON file: {error}") from error
 
 
+def _hash(plugin: Path) -> str:
+    try:
+        return file_hash(plugin)
+    except OSError as error:
+        raise ModelFileError(f"{plugin}: expected the plugin library: {error.strerror}") from error
+
+
 def _entry(engines: Path, rank: int) -> FileEntry:
     path = engines / f"rank{rank}.engine"
     if not path.is_file():
@@ -73,16 +82,16 @@ def _entry(engines: Path, rank: int) -> FileEntry:
 
 
 def main(arguments: list[str]) -> None:
-    checkpoint, engines, *given = arguments
+    checkpoint, engines, plugin, *given = arguments
     try:
         if not given and not torch.cuda.is_available():
             raise Unavailable(
-                "compute capability: expected a GPU, or the engines' capability as the third "
+                "compute capability: expected a GPU, or the engines' capability as the fourth "
                 "argument, got neither"
             )
         capability = given[0] if given else "{}.{}".format(*torch.cuda.get_device_capability())
         version = __import__(MODULES["tensorrt"]).__version__
-        write_manifest(Path(checkpoint), Path(engines), version, capability)
+        write_manifest(Path(checkpoint), Path(engines), Path(plugin), version, capability)
     except GraniKVError as error:
         sys.exit(f"trtllm_manifest: {error}")
 

@@ -77,10 +77,13 @@ def fixed_bytes(
     capacities: PlanCapacities,
     element_bytes: int,
     vocab_size: int,
+    has_context: bool = False,
 ) -> dict[str, int]:
     """Bytes on one device beside weights and arena, by item of LOWER.
 
-    model: of one rank; element_bytes: of an activation; vocab_size: of all ranks.
+    model: of one rank; element_bytes: of an activation; vocab_size: of all ranks. has_context: an
+    engine's execution context exists; what it holds (activations, the plugin's workspace, graphs'
+    activations) is in use already, not to come.
     """
     rows, step_rows = config.max_requests, max(config.max_num_batched_tokens, config.max_requests)
     seq_len = config.max_seq_len or model.max_position
@@ -95,16 +98,16 @@ def fixed_bytes(
     row_bytes = element_bytes * (
         5 * model.hidden_size + 3 * max(model.intermediate_size, qkv_width)
     )
+    workspace_bytes = max(1, capacities.max_partials) * partial_bytes
+    workspace_bytes += capacities.max_rows * q_width * element_bytes
+    if has_context:
+        row_bytes = workspace_bytes = 0
     logits_bytes = rows * vocab_size * FP32_BYTES
     counts_bytes = logits_bytes + logits_bytes // 2  # of penalties; half of it while they grow
     sampling_bytes = min(rows, SAMPLED_ROWS) * vocab_size * SAMPLING_BYTES_PER_LOGIT
     return {
         "request table": (rows + 1) * seq_len * INDEX_BYTES + step_rows * ROW_INPUT_BYTES,
-        "attention workspace": (
-            max(1, capacities.max_partials) * partial_bytes
-            + capacities.max_rows * q_width * element_bytes
-            + plan_bytes
-        ),
+        "attention workspace": workspace_bytes + plan_bytes,
         "activations": step_rows * row_bytes,
         "logits and sampling": 2 * logits_bytes + counts_bytes + sampling_bytes,
         "CUDA graphs": LARGEST_GRAPHS * logits_bytes + rows * row_bytes + GRAPHS_BASE_BYTES,

@@ -37,7 +37,7 @@ class EngineDouble:
     def facts(self):
         return self._facts
 
-    def load(self, path):
+    def load(self, path, io):
         self.loaded = path
         self._session = standins.session(path)
 

@@ -61,3 +61,23 @@ def test_a_missing_library_is_refused_before_anything_is_written(monkeypatch, tm
     case = BuildCase("x", find_shape("llama-3.1-8b"), 1, 97, 1)
     with pytest.raises(InvalidArgument, match="plugin: expected.*build_plugin.py, got .*none.so"):
         run_build_bench([case], tmp_path / "none.so", "rtx")
+
+
+@pytest.mark.parametrize(
+    ("builder", "capabilities", "own", "match"),
+    [
+        ("rtx", ("8.9", "9.0"), None, "compute-capability: expected one that rtx serves.*'9.0'"),
+        ("tensorrt", ("8.9",), None, "compute-capability: expected none with --builder tensorrt"),
+        ("rtx", (), "9.0", "compute-capability: expected one that rtx serves.*'9.0'"),
+    ],
+)
+def test_a_gpu_that_is_not_served_is_refused_before_anything_is_written(
+    monkeypatch, tmp_path, builder, capabilities, own, match
+):
+    monkeypatch.setattr("granikv.bench.build.choose_builder", lambda name: (name, "1"))
+    monkeypatch.setattr("granikv.engines.build.own_capability", lambda name: own)
+    monkeypatch.setattr("granikv.bench.build.write_checkpoint", None)
+    (tmp_path / "plugin.so").touch()
+    case = BuildCase("x", find_shape("llama-3.1-8b"), 1, 97, 1)
+    with pytest.raises(InvalidArgument, match=match):
+        run_build_bench([case], tmp_path / "plugin.so", builder, capabilities)

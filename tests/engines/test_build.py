@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import importlib.util
 import json
 import os
@@ -275,7 +276,10 @@ def test_engines_are_built_again_for_another_plugin_or_tensorrt(model, tmp_path,
     build(wanted)
     assert standin.built == [0]
     standin.plugin.write_bytes(b"plugiN")
-    build(wanted)
+    library = hashlib.sha256(b"plugiN").hexdigest()
+    made = build(wanted)
+    assert made.plugin_sha256 == library
+    made.check(wanted.out, 1, RuntimeFacts(plugin_sha256=library))
     assert standin.built == [0, 0]
     standin.version = "10.14"
     assert build(wanted).tensorrt_version == "10.14" and standin.built == [0, 0, 0]

@@ -31,13 +31,14 @@ def built(tmp_path_factory):
         builder="tensorrt",
         tensorrt_version="10.14.1.48",
         compute_capabilities=("9.0",),
+        plugin_sha256="ab" * 32,
     )
     (out / "manifest.json").write_text(manifest.to_json())
     return out, manifest
 
 
 def facts(manifest, **changes):
-    own = RuntimeFacts("10.14.1.48", "9.0", manifest.plugin_abi_hash)
+    own = RuntimeFacts("10.14.1.48", "9.0", manifest.plugin_sha256)
     return dataclasses.replace(own, **changes)
 
 
@@ -55,7 +56,7 @@ def test_engines_that_fit_are_accepted(built):
     [
         ({"tensorrt_version": "10.15.0.1"}, ["TensorRT", "10.15.0.1", "10.14.1.48"]),
         ({"compute_capability": "10.0"}, ["compute capability", "10.0", "9.0"]),
-        ({"plugin_abi_hash": "feedfeedfeedfeed"}, ["plugin", "feedfeedfeedfeed"]),
+        ({"plugin_sha256": "fe" * 32}, ["plugin library", "fe" * 32, "ab" * 32, "--plugin"]),
     ],
 )
 def test_another_runtime_is_refused(built, changes, parts):
@@ -64,8 +65,16 @@ def test_another_runtime_is_refused(built, changes, parts):
         manifest.check(out, 2, facts(manifest, **changes))
     text = str(caught.value)
     assert all(part in text for part in parts) and "granikv build" in text
-    if "plugin_abi_hash" in changes:
-        assert manifest.plugin_abi_hash in text
+
+
+def test_engines_that_name_no_library_are_refused_where_there_is_one(built):
+    """Those of a `granikv build` that recorded none."""
+    out, manifest = built
+    older = dataclasses.replace(manifest, plugin_sha256="")
+    with pytest.raises(
+        EngineMismatch, match="plugin library: expected .*abab.*got engines of none"
+    ):
+        older.check(out, 2, facts(manifest))
 
 
 def test_engines_of_another_interface_than_the_package_are_refused(built):

@@ -11,6 +11,7 @@ import inspect
 import re
 from pathlib import Path
 
+import fake_tensorrt
 import pytest
 from engine_double import EngineDouble
 
@@ -24,18 +25,24 @@ TYPES = {
     "IPluginRegistry.load_library": ("plugin_path",),
     "Runtime.deserialize_cuda_engine": ("serialized_engine",),
     "ICudaEngine.create_execution_context": (),  # both overloads have defaults
+    "ICudaEngine.get_tensor_name": ("index",),
+    "ICudaEngine.get_tensor_mode": ("name",),
+    "ICudaEngine.get_tensor_dtype": ("name",),
+    "ICudaEngine.get_tensor_shape": ("name",),
     "IExecutionContext.set_input_shape": ("name", "shape"),
     "IExecutionContext.set_tensor_address": ("name", "memory"),
     "IExecutionContext.execute_async_v3": ("stream_handle",),
 }
 OWNERS = {
     "self._trt": "",
-    "self._trt.get_plugin_registry()": "IPluginRegistry.",
     "self._runtime": "Runtime.",
     "self._engine": "ICudaEngine.",
+    "engine": "ICudaEngine.",
+    "trt.get_plugin_registry()": "IPluginRegistry.",
+    "trt": "",
     "self._context": "IExecutionContext.",
 }
-NOT_CALLED = {"Logger.WARNING", "__version__"}
+NOT_CALLED = {"Logger.WARNING", "TensorIOMode", "TensorIOMode.INPUT", "__version__"}
 CONTEXT_CALLS = [name for name in TYPES if name.startswith("IExecutionContext.")]
 
 
@@ -64,6 +71,19 @@ def test_the_double_takes_what_the_context_takes(call):
         parameters = list(inspect.signature(getattr(owner, name)).parameters)[1:]
         assert len(parameters) == len(TYPES[call]), owner
         assert parameters[0] == TYPES[call][0] or len(parameters) == 1
+
+
+@pytest.mark.parametrize("call", TYPES)
+def test_the_stand_in_for_the_module_takes_what_tensorrt_takes(call):
+    module = fake_tensorrt.Module()
+    owners = {
+        "Runtime": module.Runtime, "ICudaEngine": fake_tensorrt.Engine,
+        "IExecutionContext": fake_tensorrt.Context, "IPluginRegistry": module,
+    }  # fmt: skip
+    owner, _, name = call.rpartition(".")
+    called = getattr(owners.get(owner, module), name)
+    parameters = [p for p in inspect.signature(called).parameters if p != "self"]
+    assert tuple(parameters) == TYPES[call]
 
 
 @pytest.mark.skipif(

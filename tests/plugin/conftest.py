@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from granikv.errors import Unavailable
 from trtllm_plugin.native import cuda_include, tensorrt_include
 from trtllm_plugin.table import Heads, Program, program
 
@@ -22,13 +23,17 @@ CACHE = ROOT / "out" / "plugin"
 OUT = ROOT / "out" / ("plugin-test-gpu" if torch.cuda.is_available() else "plugin-test")
 
 
+# on a GPU, at tp 1: heads of 64, and of 128 in groups of 2 to 8; README of trtllm_plugin has it, too
+GPU_MODELS = "smollm2-135m,llama-3.1-8b,qwen2.5-7b,qwen2.5-14b,llama-3.3-70b,qwen3-0.6b"
+
+
 def programs() -> list[Program]:
     """What the tests' library has kernels for: this machine's GPU, or a few without one."""
     from trtllm_plugin.header import programs_for  # it needs typer
 
     if torch.cuda.is_available():
         arch = "{}{}".format(*torch.cuda.get_device_capability())
-        return programs_for("smollm2-135m,llama-3.1-8b", "all", arch)
+        return programs_for(GPU_MODELS, "all", arch, "1")
     made = programs_for("smollm2-135m", "bf16", "80,90,120")
     # Llama-3.1-8B at tp 1, 2 and 4; the last where COLD has a Gluon kernel
     for num_qo_heads, capability in ((32, 80), (16, 80), (8, 90)):
@@ -49,17 +54,25 @@ def builder():
     return module
 
 
-@pytest.fixture(scope="session")
-def library() -> Path:
+def make_library() -> Path:
+    """The tests' library, built, or as it was brought here. Raises Unavailable without either."""
     missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
     if not (shutil.which("g++") or os.environ.get("CXX")):
         missing.append("g++")
-    if missing:
-        made = OUT / "libgranikv_trt.so"
-        if made.exists():  # built elsewhere and brought here
-            return made
-        pytest.skip(f"building the plugin needs {', '.join(missing)}; or bring {made}")
-    return builder().build(programs(), OUT, cache=CACHE, progress=False)
+    if not missing:
+        return builder().build(programs(), OUT, cache=CACHE, progress=False)
+    made = OUT / "libgranikv_trt.so"
+    if not made.exists():
+        raise Unavailable(f"building the plugin needs {', '.join(missing)}; or bring {made}")
+    return made
+
+
+@pytest.fixture(scope="session")
+def library() -> Path:
+    try:
+        return make_library()
+    except Unavailable as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")
@@ -96,10 +109,15 @@ def compile_once(name: str, options: list[str], sources: list[Path]) -> Path:
     return made
 
 
-@pytest.fixture(scope="session")
-def host(library) -> Path:
+def make_host() -> Path:
+    """The test host's program."""
     headers = [*sorted(HOST.glob("*.h")), HOST.parent / "src" / "plugin_io.h"]
     return compile_once("host", [], [HOST / "host.cpp", *headers])
+
+
+@pytest.fixture(scope="session")
+def host(library) -> Path:
+    return make_host()
 
 
 @pytest.fixture(scope="session")

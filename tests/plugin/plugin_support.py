@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from granikv.attention import gpu
+from granikv.attention import gpu, reference
 from granikv.attention.kernels.build import KernelBuild
 from granikv.attention.variants import LAYOUTS, Layout
+from granikv.core import Count
 from tests.kernels.support import DEVICE, Row, Step
 from trtllm_plugin.table import ARCHITECTURES
 
@@ -129,6 +131,29 @@ def record(
     return made
 
 
+def twin(step: Step) -> torch.Tensor:
+    """The oracle's output fp32 [T, Hq * D] of the packed rows; q and k are rounded after rope."""
+    total = int(step.plan.counts[Count.NUM_ROWS])
+    position = torch.from_numpy(step.plan.row_position[:total]).long()
+    cos, sin = (x[position][:, None] for x in angles(step))
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        low, high = x[:total].float().chunk(2, dim=-1)
+        turned = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+        return turned.to(step.dtype).float()
+
+    return reference.attention_step(
+        rotated(step.q),
+        rotated(step.new_k),
+        step.new_v[:total].float(),
+        step.k[LAYER].to(torch.float32, copy=True),  # it appends
+        step.v[LAYER].to(torch.float32, copy=True),
+        step.request_slots,
+        step.plan,
+        step.dim**-0.5,
+    )
+
+
 def write_step(
     step: Step, folder: Path, attention: gpu.GpuAttention, bind: bool = True, **changes: int
 ) -> None:
@@ -173,6 +198,15 @@ def write_step(
     (folder / "k.bin").write_bytes(raw(step.k))
     (folder / "v.bin").write_bytes(raw(step.v))
     (folder / "manifest.txt").write_text("\n".join(lines) + "\n")
+
+
+def zero_rows(folder: Path) -> None:
+    """Changes a written step to one whose qkv has no rows."""
+    manifest = folder / "manifest.txt"
+    text, count = re.subn(r"^tensor 0 2 \d+ (\d+) \S+$", r"tensor 0 2 0 \1 -", manifest.read_text(),
+                          flags=re.MULTILINE)  # fmt: skip
+    assert count == 1
+    manifest.write_text(text)
 
 
 def launch_size(attention: gpu.GpuAttention, name: str) -> int:

@@ -6,6 +6,7 @@ import re
 import struct
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from granikv.attention.variants import FP8_LAYOUTS, LAYOUTS
+from granikv.config import ModelConfig
+from granikv.engines.sharding import Shard
 from granikv.errors import InvalidArgument
 from tests.kernels.support import ON_GPU, Row, Step
 from tests.plugin.conftest import CACHE
@@ -201,6 +204,55 @@ def test_the_table_covers_models_and_splits():
             assert len(program(heads, capability).layouts) == len(LAYOUTS)
 
 
+def rank_heads(model: str, tp: int) -> tuple[int, int]:
+    """Query and KV heads of a rank, as engines are cut. Raises InvalidArgument."""
+    qo, kv, dim, _ = MODELS[model]
+    config = ModelConfig("LlamaForCausalLM", 1, 64, 16 * 7, qo, kv, dim, 32, 32)
+    own = Shard(config, tp).rank_config
+    return own.num_qo_heads, own.num_kv_heads
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_every_model_has_kernels_at_every_tp_that_cuts_it(tp):
+    """With more ranks than KV heads, each of which then has one, too."""
+    found, refused = heads_of(MODELS), set()
+    for model, (qo, _, dim, types) in MODELS.items():
+        try:
+            heads = rank_heads(model, tp)
+        except InvalidArgument:
+            assert qo % tp, model
+            refused.add(model)
+            continue
+        for element in types:
+            assert Heads(*heads, dim, element) in found, (model, tp)
+            assert Heads(*heads, dim, element) in heads_of([model], [element], [tp])
+    wanted = {
+        1: set(),
+        2: {"smollm2-135m"},
+        4: {"smollm2-135m", "qwen2.5-0.5b"},
+        8: {"smollm2-135m", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"},
+    }
+    assert refused == wanted[tp]
+
+
+def test_replicated_kv_heads_are_in_the_table():
+    assert heads_of(["llama-3.1-8b"], ["bf16"]) == [
+        Heads(qo, kv, 128, "bf16") for qo, kv in ((32, 8), (16, 4), (8, 2), (4, 1), (2, 1))
+    ]
+    assert Heads(2, 1, 128, "fp16") in heads_of(["qwen2.5-3b"], None, [8])  # of 16 and 2
+    assert rank_heads("qwen2.5-3b", 8) == (2, 1) and rank_heads("llama-3.1-8b", 16) == (2, 1)
+
+
+def test_a_build_may_be_for_some_tp_sizes():
+    made = header.programs_for("llama-3.1-8b", "bf16", "90", "1,8")
+    assert [p.heads.num_qo_heads for p in made] == [32, 4]
+    for tp, got in (("3", 3), ("two", 0), ("1,32", 32)):
+        with pytest.raises(InvalidArgument, match=f"tp: expected one of 1, 2, .*, got {got}"):
+            header.programs_for("llama-3.1-8b", "bf16", "90", tp)
+    with pytest.raises(InvalidArgument, match="smollm2-135m.*at a tp of .2. that cuts it"):
+        header.programs_for("smollm2-135m", "all", "90", "2")
+
+
 @pytest.mark.parametrize(
     ("heads", "capability", "taken"),
     [
@@ -245,3 +297,49 @@ def test_parameters_are_read_from_ptx():
 )
 """
     assert aot.ptx_sizes(ptx) == [8, 128, 4, 4]
+
+
+def compiled(job, **changes) -> SimpleNamespace:
+    """In the place of Triton's CompiledKernel: what `describe` reads of the job's."""
+    meta = {
+        "name": "append_kernel", "shared": 0, "num_warps": 4, "num_ctas": 1,
+        "profile_scratch_size": 0, "global_scratch_size": 0, "global_scratch_align": 1,
+    }  # fmt: skip
+    kinds = {8: ".u64", 4: ".u32"}
+    sizes = [aot.SIZES[kind] for _, kind in aot.parameters(job, [])]
+    declared = ",\n".join(f"\t.param {kinds[n]} param_{i}" for i, n in enumerate(sizes))
+    ptx = f".visible .entry append_kernel(\n{declared}\n)\n"
+    return SimpleNamespace(metadata=SimpleNamespace(**meta | changes), asm={"ptx": ptx})
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90])
+def test_a_kernel_may_fill_its_architectures_shared_memory_and_no_more(capability):
+    job, limit = program(SMALL, capability).append, ARCHITECTURES[capability]
+    assert aot.describe(job, compiled(job, shared=limit))["shared_bytes"] == limit
+    with pytest.raises(
+        aot.CompileError, match=f"{limit + 1} bytes of shared memory, limit {limit}"
+    ):
+        aot.describe(job, compiled(job, shared=limit + 1))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_ctas": 2},
+        {"profile_scratch_size": 16},
+        {"tensordesc_meta": [{"swizzle": 3}, {"swizzle": 2}]},
+    ],
+    ids=str,
+)
+def test_what_the_plugin_cannot_launch_is_refused(changes):
+    job = program(SMALL, 90).append
+    with pytest.raises(aot.CompileError, match="a cluster, a profile scratch or maps that differ"):
+        aot.describe(job, compiled(job, **changes))
+
+
+def test_other_parameters_than_declared_are_refused():
+    job = program(SMALL, 90).append
+    made = compiled(job)
+    made.asm["ptx"] = made.asm["ptx"].replace(".u64", ".u32", 1)
+    with pytest.raises(aot.CompileError, match="parameters are .4, .* bytes, expected .8, "):
+        aot.describe(job, made)

@@ -112,7 +112,6 @@ def read_trace(folder: Path, known: dict) -> Trace:
             )
         else:
             current.append((what, *map(int, words)))
-    assert len(trace.eager) == len(trace.captured)
     return trace
 
 
@@ -131,7 +130,9 @@ def traced(
     write_step(step, folder, prepared(step, capture, capability, num_sms), **changes)
     env = environment(folder, fake_cuda, capability, FAKE_CUDA_SMS=str(num_sms))
     run_host(host, library, "run", folder, env=env)
-    return read_trace(folder, known)
+    trace = read_trace(folder, known)
+    assert len(trace.eager) == len(trace.captured)
+    return trace
 
 
 def pointers(step: Step, folder: Path, trace: Trace) -> dict[str, int]:

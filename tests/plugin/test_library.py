@@ -374,12 +374,15 @@ def test_headers_are_found_or_asked_for(tmp_path, monkeypatch):
     assert tensorrt_include(None, tmp_path) == container
 
 
-def test_a_second_build_does_nothing(library):
+def test_a_second_build_does_nothing_and_one_elsewhere_gives_the_same_file(library, tmp_path):
+    """By whose hash engines know their library."""
     if not (library.parent / "generated").exists():
         pytest.skip("the library was built elsewhere")
     before = library.stat().st_mtime_ns
     builder().build(programs(), OUT, cache=CACHE, progress=False)
     assert library.stat().st_mtime_ns == before
+    again = builder().build(programs(), tmp_path, cache=CACHE, progress=False)
+    assert again != library and again.read_bytes() == library.read_bytes()
 
 
 def test_tensorrt_rtx_registers_the_creators(library, rtx):

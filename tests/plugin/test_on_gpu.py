@@ -1,4 +1,5 @@
-"""The plugin on a GPU against granikv.attention: outputs and arenas are equal bit for bit.
+"""The plugin on a GPU against granikv.attention: outputs and arenas are equal bit for bit, and the
+output is the torch twin's within the type's tolerance.
 
 The test host drives the library's cubins through a whole life, eagerly and through a CUDA graph;
 GpuAttention runs the same kernels just in time from the same inputs.
@@ -6,11 +7,15 @@ GpuAttention runs the same kernels just in time from the same inputs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import pytest
 import torch
 
 from granikv.attention.variants import LAYOUTS
-from tests.kernels.support import ON_GPU, Row, Step
+from granikv.core import Count
+from tests.kernels.support import ON_GPU, Row, Step, compare
 from tests.plugin.plugin_support import (
     LAYER,
     prepared,
@@ -18,8 +23,10 @@ from tests.plugin.plugin_support import (
     read_out,
     run_host,
     run_rows,
+    twin,
     whole_blocks,
     write_step,
+    zero_rows,
 )
 from tests.plugin.test_aot import EVERYONE, STEPS, TOOLS
 
@@ -33,25 +40,52 @@ LONG = (0, 8, 450)
 DEEP = [Row([LONG], 5 + i) for i in range(35)] + [Row([LONG], 0, seen=n) for n in (1, 129, 300)]
 
 
+@dataclass
+class Wanted:
+    """Of GpuAttention: the output [rows, Hq * D], and the bytes of all layers' K and V."""
+
+    out: torch.Tensor
+    k: bytes
+    v: bytes
+
+
+def write(step: Step, folder: Path, capture: bool = False, **changes: int) -> Wanted:
+    """The step's files for the host, and what they must give."""
+    folder.mkdir()
+    attention = prepared(step, capture)
+    write_step(step, folder, attention, **changes)
+    out = run_rows(step, attention).cpu()
+    assert torch.isnan(attention.k_arena[1 - LAYER]).all()
+    return Wanted(out, raw(attention.k_arena), raw(attention.v_arena))
+
+
+def compare_files(step: Step, folder: Path, want: Wanted, files: tuple[str, ...]) -> None:
+    """Outputs and arenas bit for bit; padded rows are 0."""
+    name, total = folder.name, int(step.plan.counts[Count.NUM_ROWS])
+    for file in files:
+        got = read_out(folder / file, step).view(want.out.shape)
+        assert not torch.isnan(got).any(), f"{name}, {file}: rows were left unwritten"
+        differs = (got != want.out).any(1).nonzero().flatten().tolist()
+        assert not differs, f"{name}, {file}: rows {differs[:10]} of {len(got)} differ"
+        assert not got[total:].any(), f"{name}, {file}: padded rows are not 0"
+    assert (folder / "k_out.bin").read_bytes() == want.k, f"{name}: K differs"
+    assert (folder / "v_out.bin").read_bytes() == want.v, f"{name}: V differs"
+
+
+def compare_with_twin(step: Step, want: Wanted) -> None:
+    """want: equal to the plugin's output."""
+    expected = twin(step)
+    compare(want.out[: len(expected)], expected, step.dtype)
+
+
 def check(steps: dict[str, Step], folder, host, library, capture=False, **changes: int) -> None:
     """All steps in one process of the host, since loading kernels takes most of its time."""
-    wanted = {}
-    for name, step in steps.items():
-        (folder / name).mkdir()
-        attention = prepared(step, capture)
-        write_step(step, folder / name, attention, **changes)
-        out = run_rows(step, attention).cpu()
-        wanted[name] = (out, raw(attention.k_arena), raw(attention.v_arena))
-        assert torch.isnan(attention.k_arena[1 - LAYER]).all()
+    wanted = {name: write(step, folder / name, capture, **changes) for name, step in steps.items()}
     run_host(host, library, "run", *(folder / name for name in steps))
-    for name, (want, k, v) in wanted.items():
-        for file in ("out.bin", "out_graph.bin"):
-            got = read_out(folder / name / file, steps[name]).view(want.shape)
-            assert not torch.isnan(got).any(), f"{name}, {file}: rows were left unwritten"
-            differs = (got != want).any(1).nonzero().flatten().tolist()
-            assert not differs, f"{name}, {file}: rows {differs[:10]} of {len(want)} differ"
-        assert (folder / name / "k_out.bin").read_bytes() == k, f"{name}: K differs"
-        assert (folder / name / "v_out.bin").read_bytes() == v, f"{name}: V differs"
+    for name, want in wanted.items():
+        compare_files(steps[name], folder / name, want, ("out.bin", "out_graph.bin"))
+        if not capture:  # the oracle takes longer than the GPU; its values are the same
+            compare_with_twin(steps[name], want)
 
 
 def step_of(rows: list[Row], heads, layout: str, dtype=torch.bfloat16, padding: int = 2) -> Step:
@@ -73,6 +107,53 @@ def test_every_layout(layout, heads, capture, host, library, tmp_path):
         attention = prepared(steps["deep"])
         assert attention.gluon and attention.hot_grid and attention.cold_grid
     check(steps, tmp_path, host, library, capture)
+
+
+@pytest.mark.parametrize(
+    ("heads", "layouts"),
+    [
+        ((28, 4), ("small", "even")),  # groups of 7, 5, 8 and 2
+        ((40, 8), ("large", "dense")),
+        ((64, 8), ("even", "many")),
+        ((16, 8), ("small", "dense")),
+    ],
+    ids=str,
+)
+def test_other_heads(heads, layouts, host, library, tmp_path):
+    """Of 128, in bf16. On compute capability 9.0 with Gluon kernels in `even` and `dense`."""
+    rows = {**STEPS, "many": MANY, "deep": DEEP}
+    steps = {
+        f"{name}-{layout}": step_of(rows[name], (heads, 128), layout)
+        for layout in layouts
+        for name in rows
+    }
+    check(steps, tmp_path, host, library)
+
+
+@pytest.mark.parametrize("heads", [SMALL, LARGE], ids=["9x3x64", "32x8x128"])
+def test_one_life_of_several_shapes_and_a_clone(heads, host, library, tmp_path):
+    """One plugin, a context of it and one of its clone; among the steps one of padding alone, and
+    one whose qkv has no rows."""
+    steps = {
+        "two-streams": step_of(STEPS["both"], heads, "mid"),
+        "more-rows": step_of(MANY, heads, "large", padding=7),
+        "padding": step_of([], heads, "mid", padding=3),
+        "none": step_of(STEPS["hot"], heads, "mid"),
+        "extend": step_of(STEPS["extend"], heads, "small", padding=0),
+        "two-streams-again": step_of(STEPS["both"], heads, "mid"),
+    }
+    wanted = {name: write(step, tmp_path / name) for name, step in steps.items()}
+    zero_rows(tmp_path / "none")
+    run_host(host, library, "life", *(tmp_path / name for name in steps))
+    for name, want in wanted.items():
+        if name != "none":
+            compare_files(steps[name], tmp_path / name, want, ("out.bin", "out_clone.bin"))
+            compare_with_twin(steps[name], want)
+    for file in ("out.bin", "out_clone.bin"):
+        assert (tmp_path / "none" / file).read_bytes() == b""
+    for arena in ("k", "v"):
+        given, left = (tmp_path / "none" / f"{arena}{x}.bin" for x in ("", "_out"))
+        assert given.read_bytes() == left.read_bytes()
 
 
 @pytest.mark.parametrize(

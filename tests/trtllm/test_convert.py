@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -172,7 +173,7 @@ def shell(tmp_path):
     stub = folder / "trtllm-build"
     stub.write_text(STUB.format(python=sys.executable))
     stub.chmod(0o755)
-    (tmp_path / "plugin.so").write_bytes(b"")
+    (tmp_path / "plugin.so").write_bytes(b"plugin")
     environ = os.environ | {
         "PATH": f"{folder}:{os.environ['PATH']}",
         "PYTHON": sys.executable,
@@ -217,7 +218,8 @@ def test_build_engines_converts_and_builds_each_setting(tmp_path, shell):
         assert python_path.split(":")[0] == str(ROOT)
         engines = tmp_path / folder / "engines"
         manifest = load_manifest(engines)
-        manifest.check(engines, tp, RuntimeFacts("10.14.1.48", "9.0"))
+        library = hashlib.sha256(b"plugin").hexdigest()
+        manifest.check(engines, tp, RuntimeFacts("10.14.1.48", "9.0", library))
         assert (manifest.builder, manifest.dtype) == ("trtllm-build", "float16")
         assert manifest.versions == {"tensorrt_llm": "1.2.1"} and manifest.limits == LIMITS
         with pytest.raises(EngineMismatch, match="TensorRT: expected 10.15"):
@@ -260,7 +262,7 @@ def test_a_manifest_is_not_written_for_other_engines(tmp_path):
     config = convert(settings(path, tmp_path / "out", 2))
     engines = tmp_path / "engines"
     engines.mkdir()
-    arguments = (tmp_path / "out", engines, "10.14.1", "9.0")
+    arguments = (tmp_path / "out", engines, tmp_path / "plugin.so", "10.14.1", "9.0")
     with pytest.raises(ModelFileError, match="config.json"):
         write_manifest(*arguments)
     other = {"pretrained_config": {"architecture": "LlamaForCausalLM"}}
@@ -270,5 +272,8 @@ def test_a_manifest_is_not_written_for_other_engines(tmp_path):
     (engines / "config.json").write_text(json.dumps({"pretrained_config": config}))
     (engines / "rank0.engine").write_bytes(b"x")
     with pytest.raises(ModelFileError, match="rank1.engine.*no file"):
+        write_manifest(*arguments)
+    (engines / "rank1.engine").write_bytes(b"x")
+    with pytest.raises(ModelFileError, match="plugin.so: expected the plugin library"):
         write_manifest(*arguments)
     assert not (engines / "manifest.json").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 import pytest
@@ -17,6 +18,7 @@ from granikv.errors import InvalidArgument, Unavailable
 from granikv.executor import device_executor, memory_plan, resolve_device
 from granikv.executor.device_executor import DeviceExecutor
 from granikv.executor.memory_plan import LOWER, fixed_bytes, plan_memory, usable_bytes
+from granikv.executor.tensorrt_executor import TensorRTExecutor
 from granikv.sampling import Sampler
 
 GIB = 2**30
@@ -143,6 +145,31 @@ def test_an_executor_plans_its_arenas_and_tells_the_engine(monkeypatch, caplog):
     executor = DeviceExecutorOfTest(planned, model, Sampler(16, 1000), "meta")
     assert executor.k_arena.shape[1] == capacity
     assert _with_capacity(config, executor) == planned
+
+
+def test_what_an_engines_context_holds_is_not_counted_again(monkeypatch):
+    """It is made before the plan, so that its activations and workspace are not free any more."""
+    model = dataclasses.replace(LLAMA, num_layers=2, vocab_size=1000)
+    config = EngineConfig(dtype="bfloat16", max_seq_len=1024, max_requests=16)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * GIB, 10 * GIB))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    planner = object.__new__(TensorRTExecutor)
+    planner.config, planner.device = config, torch.device("cuda")
+    shape = attention_shape(model, torch.bfloat16)
+    planner.capacities = step_capacities(16, 512, shape)
+    without = fixed_bytes(config, model, planner.capacities, 2, 1000)
+    fixed = fixed_bytes(config, model, planner.capacities, 2, 1000, has_context=True)
+    logits_bytes = 16 * 1000 * 4
+    plan_bytes = 4 * sum(
+        math.prod(planner.capacities.resolve(f.shape)) for f in PLAN_FIELDS if f.where == "device"
+    )
+    assert fixed == without | {
+        "activations": 0,
+        "attention workspace": plan_bytes,
+        "CUDA graphs": 8 * logits_bytes + 512 * 2**20,
+    }
+    capacity = planner._plan_memory(model, 2)
+    assert capacity == (7 * GIB - sum(fixed.values())) // model.kv_bytes_per_token(2)
 
 
 class DeviceExecutorOfTest(DeviceExecutor):

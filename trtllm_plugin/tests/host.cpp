@@ -3,7 +3,10 @@
 //   host LIBRARY creators                       creators and their fields
 //   host LIBRARY create PLUGIN name=i32:5 ...   create, clone, serialise, create again
 //   host LIBRARY run FOLDER ...                 a whole life with one step each; see run_step.h
-//   host LIBRARY reduce TYPE RANKS GIVEN ROWS   AllReduce of [ROWS, 32] built for RANKS ranks, with
+//   host LIBRARY life FOLDER ...                one life with all the steps, and a clone's
+//   host LIBRARY formats                        what HotColdAttention takes, and AllReduce; see
+//   below host LIBRARY reduce TYPE RANKS GIVEN ROWS   AllReduce of [ROWS, 32] built for RANKS
+//   ranks, with
 //                                               a communicator of GIVEN ranks (0: none), by address
 //   host LIBRARY reduce_alone TYPE ROWS FOLDER  AllReduce with one rank's communicator;
 //   all_reduce.h
@@ -72,6 +75,38 @@ void createOnly(Library& library, std::string const& name, int count, char** arg
               << core.getPluginVersion() << '\n';
 }
 
+// "accepts PLUGIN FIRST_TYPE POSITION TYPE FORMAT" for everything that is taken; all numbers are
+// TensorRT's. FIRST_TYPE: of the tensor at position 0.
+void printFormats(Library& library, std::string const& name, Fields& fields, int32_t num_inputs) {
+    constexpr int32_t kTypes = 12, kFormats = 13;  // of DataType and TensorFormat in 10.14
+    Plugin const plugin = library.create(name, fields, nvinfer1::TensorRTPhase::kBUILD);
+    if (!plugin) throw std::runtime_error(errorsOf(library));
+    auto& build = Library::build(*plugin);
+    std::vector<nvinfer1::DynamicPluginTensorDesc> tensors(num_inputs + 1);
+    for (int32_t first = 0; first < kTypes; ++first)
+        for (int32_t position = 0; position <= num_inputs; ++position)
+            for (int32_t type = 0; type < kTypes; ++type)
+                for (int32_t format = 0; format < kFormats; ++format) {
+                    tensors[0].desc.type = nvinfer1::DataType(first);
+                    tensors[0].desc.format = nvinfer1::TensorFormat::kLINEAR;
+                    auto& desc = tensors[position].desc;
+                    desc.type = nvinfer1::DataType(type);
+                    desc.format = nvinfer1::TensorFormat(format);
+                    if ((position || type == first) &&
+                        build.supportsFormatCombination(position, tensors.data(), num_inputs, 1))
+                        std::cout << "accepts " << name << ' ' << first << ' ' << position << ' '
+                                  << type << ' ' << format << '\n';
+                }
+    tensors.resize(num_inputs + 2);
+    tensors[0].desc = {{}, nvinfer1::DataType::kBF16, nvinfer1::TensorFormat::kLINEAR, 1.0f};
+    for (auto const& [inputs, outputs] :
+         {std::pair(num_inputs - 1, 1), std::pair(num_inputs + 1, 1), std::pair(num_inputs, 0),
+          std::pair(num_inputs, 2)})
+        if (build.supportsFormatCombination(0, tensors.data(), inputs, outputs))
+            std::cout << "accepts " << name << " with " << inputs << " inputs and " << outputs
+                      << " outputs\n";
+}
+
 void reduce(Library& library, nvinfer1::DataType type, std::string const& ranks, int given,
             int64_t rows) {
     Fields fields;
@@ -132,6 +167,19 @@ int main(int count, char** arguments) {
                 Step step(library, arguments[i]);
                 explained(library, arguments[i], [&] { step.run(); });
             }
+        } else if (what == "life" && count >= 4) {
+            std::deque<Step> steps;
+            for (int i = 3; i < count; ++i) steps.emplace_back(library, arguments[i]);
+            explained(library, arguments[3], [&] { Step::runAll(steps); });
+        } else if (what == "formats") {
+            Fields attention, all_reduce;
+            for (char const* name : {"layer", "num_qo_heads", "num_kv_heads", "max_partials"})
+                attention.parse(name, "i32:1");
+            attention.parse("head_dim", "i32:64");
+            for (char const* name : {"tp_size", "tp_rank"})
+                all_reduce.parse(name, name[3] == 's' ? "i32:2" : "i32:1");
+            printFormats(library, "HotColdAttention", attention, granikv::kNumInputs);
+            printFormats(library, "AllReduce", all_reduce, 1);
         } else if (what == "reduce" && count == 7) {
             reduce(library, typeNamed(arguments[3]), arguments[4], std::stoi(arguments[5]),
                    std::stoll(arguments[6]));

@@ -7,14 +7,18 @@
 //     workspace_offset N               bytes by which the workspace is out of alignment;
 //     qkv_offset N   out_offset N      likewise an input and the output
 //     bind 0|1                         0: the arenas are not bound before the step
-//     time N                           measure N enqueues afterwards (output: enqueue_us, median)
+//     time N                           measure N enqueues afterwards (output: enqueue_us, median
+//                                      and 90th percentile)
 //     tensor INDEX RANK D0 D1 ... FILE|-
 // k.bin and v.bin hold the arenas [num_layers, capacity, Hkv, D]. Written: out.bin (eager),
-// out_graph.bin (captured and replayed), k_out.bin and v_out.bin (all layers, after both).
+// out_graph.bin (captured and replayed), k_out.bin and v_out.bin (all layers, after both); of
+// several steps in one plugin's life out_clone.bin, by a context of a clone, instead of
+// out_graph.bin.
 #pragma once
 
 #include <algorithm>
 #include <chrono>
+#include <deque>
 #include <iostream>
 #include <sstream>
 
@@ -33,48 +37,103 @@ public:
         if (inputs_.size() != granikv::kNumInputs) throw std::runtime_error("tensors are missing");
     }
 
+    // The whole life, for this step alone.
     void run() {
-        Plugin const built = library_.create(kName, fields_, nvinfer1::TensorRTPhase::kBUILD);
-        if (!built) throw std::runtime_error("createPlugin");
+        Plugin const built = create();
         size_t const workspace_bytes = configure(*built);
-        Plugin const loaded = library_.reload(*built, kName);
-        if (!loaded) throw std::runtime_error("createPlugin from serialised fields");
+        Plugin const loaded = reload(*built);
         Device device;  // makes its context current, as TensorRT has it when it attaches
-        Plugin const attached(Library::runtime(*loaded).attachToContext(&context_));
-        if (!attached) throw std::runtime_error("attachToContext");
-        upload(device);
-        if (numbers_["bind"]) bind();
-        auto& runtime = Library::runtime(*attached);
-        require(runtime.setTactic(0) == 0, "setTactic");
-        require(runtime.onShapeChange(descs_.data(), granikv::kNumInputs, &out_desc_, 1) == 0,
-                "onShapeChange");
-        CUdeviceptr const workspace = device.allocate(workspace_bytes);
-        void* const place = reinterpret_cast<void*>(workspace + numbers_["workspace_offset"]);
-        auto const enqueue = [&] {
-            void* outputs[] = {reinterpret_cast<void*>(out_ + numbers_["out_offset"])};
-            require(runtime.enqueue(descs_.data(), &out_desc_, pointers_.data(), outputs, place,
-                                    device.stream) == 0,
-                    "enqueue");
-        };
+        Plugin const attached = attach(*loaded);
+        begin(device, workspace_bytes);
+        runFresh(device, *attached, "out.bin");
         poison(device);
-        enqueue();
-        device.synchronize();
-        write("out.bin", device.download(out_, out_bytes_));
-        poison(device);
-        device.throughGraph(enqueue);
+        device.throughGraph([&] { enqueue(device, *attached); });
         write("out_graph.bin", device.download(out_, out_bytes_));
-        write("k_out.bin", device.download(k_, arena_bytes_));
-        write("v_out.bin", device.download(v_, arena_bytes_));
-        if (numbers_["time"]) time(device, enqueue);
-        if (numbers_["bind"])
-            require(library_.function<int32_t (*)(int32_t)>("granikvUnbindArenas")(
-                        int32_t(numbers_["binding"])) == 0,
-                    "granikvUnbindArenas");
+        finish(device);
+        if (numbers_["time"]) time(device, [&] { enqueue(device, *attached); });
+        unbind();
         std::cout << "workspace " << workspace_bytes << '\n';
+    }
+
+    // One plugin, with the first step's fields, for all: in a context, and in one of a clone.
+    static void runAll(std::deque<Step>& steps) {
+        Step& first = steps.front();
+        Plugin const built = first.create();
+        size_t workspace_bytes = 0;
+        for (Step& step : steps) {
+            size_t const bytes = step.configure(*built);
+            workspace_bytes = std::max(workspace_bytes, bytes);
+        }
+        Plugin const loaded = first.reload(*built);
+        Device device;
+        Plugin const copy(loaded->clone());
+        Plugin const attached = first.attach(*loaded), other = first.attach(*copy);
+        for (Step& step : steps) {
+            step.begin(device, workspace_bytes);
+            step.runFresh(device, *attached, "out.bin");
+            step.runFresh(device, *other, "out_clone.bin");
+            step.finish(device);
+            step.unbind();
+        }
     }
 
 private:
     static constexpr char kName[] = "HotColdAttention";
+
+    Plugin create() {
+        Plugin made = library_.create(kName, fields_, nvinfer1::TensorRTPhase::kBUILD);
+        if (!made) throw std::runtime_error("createPlugin");
+        return made;
+    }
+    Plugin reload(nvinfer1::IPluginV3& built) {
+        Plugin made = library_.reload(built, kName);
+        if (!made) throw std::runtime_error("createPlugin from serialised fields");
+        return made;
+    }
+    Plugin attach(nvinfer1::IPluginV3& loaded) {
+        Plugin made(Library::runtime(loaded).attachToContext(&context_));
+        if (!made) throw std::runtime_error("attachToContext");
+        require(Library::runtime(*made).setTactic(0) == 0, "setTactic");
+        return made;
+    }
+
+    // Inputs and arenas to the device, the binding, the workspace.
+    void begin(Device& device, size_t workspace_bytes) {
+        upload(device);
+        if (numbers_["bind"]) bind();
+        CUdeviceptr const workspace = device.allocate(workspace_bytes);
+        workspace_ = reinterpret_cast<void*>(workspace + numbers_["workspace_offset"]);
+    }
+
+    void enqueue(Device& device, nvinfer1::IPluginV3& plugin) {
+        void* outputs[] = {reinterpret_cast<void*>(out_ + numbers_["out_offset"])};
+        require(Library::runtime(plugin).enqueue(descs_.data(), &out_desc_, pointers_.data(),
+                                                 outputs, workspace_, device.stream) == 0,
+                "enqueue");
+    }
+
+    // The shapes, then the step into a poisoned output, which goes to a file.
+    void runFresh(Device& device, nvinfer1::IPluginV3& plugin, char const* name) {
+        require(Library::runtime(plugin).onShapeChange(descs_.data(), granikv::kNumInputs,
+                                                       &out_desc_, 1) == 0,
+                "onShapeChange");
+        poison(device);
+        enqueue(device, plugin);
+        device.synchronize();
+        write(name, device.download(out_, out_bytes_));
+    }
+
+    void finish(Device& device) {
+        write("k_out.bin", device.download(k_, arena_bytes_));
+        write("v_out.bin", device.download(v_, arena_bytes_));
+    }
+
+    void unbind() {
+        if (numbers_["bind"])
+            require(library_.function<int32_t (*)(int32_t)>("granikvUnbindArenas")(
+                        int32_t(numbers_["binding"])) == 0,
+                    "granikvUnbindArenas");
+    }
 
     // Host time of one enqueue; the device is waited for between calls, outside the time.
     template <typename Body>
@@ -88,7 +147,8 @@ private:
             device.synchronize();
         }
         std::sort(microseconds.begin(), microseconds.end());
-        std::cout << "enqueue_us " << microseconds[microseconds.size() / 2] << '\n';
+        std::cout << "enqueue_us " << microseconds[microseconds.size() / 2] << ' '
+                  << microseconds[microseconds.size() * 9 / 10] << '\n';
     }
 
     void write(char const* name, std::string const& bytes) {
@@ -219,6 +279,7 @@ private:
     nvinfer1::PluginTensorDesc out_desc_{};
     ResourceContext context_;
     std::vector<void const*> pointers_;
+    void* workspace_{};
     CUdeviceptr out_{}, k_{}, v_{};
     size_t out_bytes_{}, arena_bytes_{};
 };
