@@ -172,6 +172,32 @@ def test_random_plans_launch_nothing_that_was_not_rehearsed(name, monkeypatch):
         assert not unused, "rehearsed without need, or these plans are too tame"
 
 
+@pytest.mark.parametrize("name", ["bf16", "two ranks, FP8"])
+def test_a_key_is_one_kernel_to_triton(name, monkeypatch):
+    """Whatever the numbers and addresses of a launch are: else what was rehearsed would not serve."""
+    settings, model, sums = CASES[name]
+    pretend_h200(monkeypatch)
+    executor = make_executor(config(**settings), model, FakeSums(*sums) if sums else None)
+    kinds: dict[tuple, set[str]] = {}
+
+    def note(rehearsal, one):
+        *_, binder = one.launcher.kernel.device_caches[0]
+        _, specialization, options = binder(*one.arguments, **one.constants, **one.options)
+        kinds.setdefault((one.name, one.launcher, one.key), set()).add(
+            f"{specialization} {options}"
+        )
+
+    monkeypatch.setattr(Rehearsal, "note", note)
+    rng = np.random.default_rng(2)
+    with driver_double():
+        executor.rehearse()
+        for _ in range(40):
+            with rehearsing():
+                executor._run_model(random_plan(executor, rng))
+    assert len(kinds) > 20
+    assert not {key[::2]: found for key, found in kinds.items() if len(found) > 1}
+
+
 def test_an_engine_launches_nothing_that_was_not_rehearsed(monkeypatch):
     """Requests of three levels that come, decode, are cancelled and come again."""
     pretend_h200(monkeypatch)
