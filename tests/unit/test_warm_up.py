@@ -28,8 +28,11 @@ from granikv.attention.variants import LAYOUTS
 from granikv.config import EngineConfig, ModelConfig
 from granikv.core import Choice, ColdItem, Count, HotItem, HotVariant, SpanKind, StepPlan
 from granikv.engine import Engine
+from granikv.executor import cuda_executor
+from granikv.executor import make_executor as executor_of
 from granikv.executor.warm_up import attention_plans, compile_launches, extend_plan
 from granikv.sampling_params import SamplingParams
+from granikv.serving.settings import parse_assignments
 
 FP8_KV = {"kv_cache_dtype": "fp8"}
 FP8_WEIGHTS = {"quantization": "fp8"}
@@ -244,6 +247,16 @@ def test_every_layout_is_rehearsed_with_and_without_each_kind_of_item(monkeypatc
         seen.add((plan.layout, bool(counts[Count.NUM_HOT_ITEMS]), len(runs) > 0, bool(runs.any())))
     hot = {(n, True, *c) for n in LAYOUTS if n != "flat" for c in ((0, 0), (1, 0), (1, 1))}
     assert seen == {("flat", False, True, False), ("flat", False, True, True)} | hot
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_setting_decides_at_the_start_of_a_gpu_engine(wanted, monkeypatch):
+    warmed = []
+    double = SimpleNamespace(warm_up=lambda: warmed.append(1))
+    monkeypatch.setattr(cuda_executor, "CudaExecutor", lambda *arguments: double)
+    settings = EngineConfig(device="cuda", **parse_assignments([f"warm_up={str(wanted).lower()}"]))
+    assert executor_of(settings, None, None) is double
+    assert bool(warmed) == wanted
 
 
 class Kernel:
