@@ -100,6 +100,7 @@ class EngineConfig:
     plugin: str | None = None  # with executor tensorrt: GraniKV's plugin library
     tp: int = 1  # tensor-parallel ranks, a process and a GPU each; on a CPU by gloo, for tests
     all_reduce: str = "auto"  # one of ALL_REDUCES, between GPUs; auto: measured at the start
+    warm_up: bool = True  # of a GPU with executor torch: kernels compile before it is ready
     # KV arena, one padding slot included; None: CPU_CAPACITY_TOKENS, or what fits on a GPU
     capacity_tokens: int | None = None
     gpu_memory_utilization: float = (

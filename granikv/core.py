@@ -349,6 +349,7 @@ class StepOutput:
     top_logprobs: np.ndarray | None = None  # float32 [num_sample_rows, k]
     logits: np.ndarray | None = None  # float32 [num_sample_rows, vocab], debug only
     elapsed_s: float = 0.0
+    num_compilations: int = 0  # kernels that its launch had to wait for
 
 
 @dataclass(slots=True)

@@ -253,6 +253,7 @@ class Engine:
             self._fail(launched, error)
             return
         self.counters["step_us"] += output.elapsed_s * 1e6
+        self.counters["kernels_compiled_after_start"] += output.num_compilations
         self.cache.step_completed(launched.plan.step_id)
         batch = launched.batch
         for request, position in zip(batch.decodes, batch.decode_positions.tolist(), strict=True):

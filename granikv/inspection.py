@@ -207,6 +207,7 @@ def describe_server(series: dict[str, float]) -> dict[str, dict[str, object]]:
             "groups by path": ", ".join(f"{p} {int(get(f'groups_{p}'))}" for p in SHARED_PATHS),
             "steps": int(get("steps")),
             "failed steps": int(get("failed_steps")),
+            "kernels compiled in steps": int(get("kernels_compiled_after_start")),
             "mean step, ms": _ratio(get("step_us") / 1e3, get("steps")),
         },
         "latency": {

@@ -20,10 +20,12 @@ ENGINE_COUNTERS = (
     # of requests and tokens: without health checks
     "requests", "prompt_tokens", "cached_tokens", "recomputed_tokens", "generated_tokens",
     *(f'finished{{reason="{reason}"}}' for reason in FinishReason),
-    # of steps; kv_bytes_flat is what kv_bytes_read would be without sharing
+    # of steps; kv_bytes_flat is what kv_bytes_read would be without sharing; kernels that a step
+    # had to compile, or to load: the warm-up of a GPU's start should leave none
     "steps", "failed_steps", "steps_compute", "steps_memory",
     "steps_communication", "predicted_us", "step_us",
     "kv_bytes_read", "kv_bytes_flat", "groups_cascade", "groups_gemm", "groups_flat",
+    "kernels_compiled_after_start",
 )  # fmt: skip
 
 LATENCY_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)

@@ -72,7 +72,10 @@ def make_executor(config: EngineConfig, decoder: Decoder, sampler: Sampler) -> A
     if config.device == "cuda":
         from granikv.executor.cuda_executor import CudaExecutor
 
-        return CudaExecutor(config, decoder, sampler)
+        executor = CudaExecutor(config, decoder, sampler)
+        if config.warm_up:
+            executor.warm_up()
+        return executor
     from granikv.executor.torch_executor import TorchExecutor
 
     return TorchExecutor(config, decoder, sampler)

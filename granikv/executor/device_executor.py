@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from granikv.attention.plan_buffers import PlanBuffers, attention_shape, step_capacities
+from granikv.attention.rehearsal import Compilation, noting_compilations
 from granikv.attention.splits import PlanCutter
 from granikv.config import EngineConfig, ModelConfig
 from granikv.core import Count, StepOutput, StepPlan
@@ -44,6 +45,7 @@ class Handle:
     sampled: Sampled | None = None  # None: the step has no sample rows
     error: Exception | None = None
     logits: torch.Tensor | None = None
+    compilations: list[Compilation] = field(default_factory=list)
 
 
 @dataclass
@@ -73,6 +75,7 @@ class DeviceExecutor(ABC):
 
     buffers: PlanBuffers  # set by the subclass, once the arenas exist
     capture_error_mode = "global"
+    is_warm = False  # no step should have to compile any more
 
     def __init__(
         self,
@@ -164,19 +167,26 @@ class DeviceExecutor(ABC):
         """Queue the step; an error of this step is raised by `wait`, never here."""
         num_samples = int(plan.counts[Count.NUM_SAMPLE_ROWS])
         handle = Handle(None, None, num_samples)
-        try:
-            if not self.on_gpu:
-                self._step(plan, handle)
-                return handle
-            with torch.cuda.stream(self._stream):
-                handle.started = torch.cuda.Event(enable_timing=True)
-                handle.done = torch.cuda.Event(enable_timing=True)
-                handle.started.record()
-                self._step(plan, handle)
-                handle.done.record()
-        except Exception as error:
-            handle.error = error
+        with noting_compilations() as handle.compilations:
+            try:
+                self._launch(plan, handle)
+            except Exception as error:
+                handle.error = error
+        for made in handle.compilations:
+            level = logging.WARNING if self.is_warm else logging.INFO
+            log.log(level, "a step waited %.2f s for kernel %s", made.elapsed_s, made.name)
         return handle
+
+    def _launch(self, plan: StepPlan, handle: Handle) -> None:
+        if not self.on_gpu:
+            self._step(plan, handle)
+            return
+        with torch.cuda.stream(self._stream):
+            handle.started = torch.cuda.Event(enable_timing=True)
+            handle.done = torch.cuda.Event(enable_timing=True)
+            handle.started.record()
+            self._step(plan, handle)
+            handle.done.record()
 
     def wait(self, handle: Handle) -> StepOutput:
         """Output of the step. Raises what the step raised."""
@@ -190,7 +200,7 @@ class DeviceExecutor(ABC):
             output = StepOutput(np.empty(0, np.int32))
         else:
             output = handle.sampled.output()
-        output.elapsed_s = elapsed_s
+        output.elapsed_s, output.num_compilations = elapsed_s, len(handle.compilations)
         if handle.logits is not None:
             output.logits = handle.logits[: handle.num_samples].cpu().numpy()
         return output
@@ -205,22 +215,24 @@ class DeviceExecutor(ABC):
     def _step(self, plan: StepPlan, handle: Handle) -> None:
         take_rows(plan, self.prompt_lens, self.sampler)
         apply_moves(plan, (self.k_arena, self.v_arena))
-        num_rows = int(plan.counts[Count.NUM_ROWS])
-        is_decode = num_rows == int(plan.counts[Count.NUM_DECODE_ROWS]) and (
-            handle.num_samples == num_rows
-        )
-        bucket = row_bucket(num_rows)
-        if int(plan.counts[Count.NUM_SLOT_WRITES]) > num_rows:
+        if int(plan.counts[Count.NUM_SLOT_WRITES]) > int(plan.counts[Count.NUM_ROWS]):
             self._write_slots(plan)  # admissions bring the slots of whole cached prefixes
-        if is_decode and bucket <= self.config.max_requests:
-            rows = self._rows.send(plan, bucket)
-            logits = self._decode(plan, rows, bucket)
-        else:
-            rows = self._rows.send(plan, num_rows)
-            self.buffers.prepare(plan)
-            logits = self._forward(rows, num_rows, rows["sample_row"][: handle.num_samples])
+        rows, logits = self._run_model(plan)
         if handle.num_samples:
             self._sample(plan, handle, logits, rows)
+
+    def _run_model(self, plan: StepPlan) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """The plan's rows on the device, and logits fp32 [S or more, vocab]."""
+        num_rows = int(plan.counts[Count.NUM_ROWS])
+        num_samples = int(plan.counts[Count.NUM_SAMPLE_ROWS])
+        is_decode = num_rows == int(plan.counts[Count.NUM_DECODE_ROWS]) == num_samples
+        bucket = row_bucket(num_rows)
+        if is_decode and bucket <= self.config.max_requests:
+            rows = self._rows.send(plan, bucket)
+            return rows, self._decode(plan, rows, bucket)
+        rows = self._rows.send(plan, num_rows)
+        self.buffers.prepare(plan)
+        return rows, self._forward(rows, num_rows, rows["sample_row"][:num_samples])
 
     def _write_slots(self, plan: StepPlan) -> None:
         writes = plan.slot_writes[: plan.counts[Count.NUM_SLOT_WRITES]].astype(np.int64)
@@ -289,3 +301,9 @@ def row_bucket(num_rows: int) -> int:
         return 1 << max(0, num_rows - 1).bit_length()
     step = 8 if num_rows <= 64 else 16
     return -(-num_rows // step) * step
+
+
+def row_buckets(max_requests: int) -> list[int]:
+    """Those of decode steps with at most so many rows that are padded, in ascending order."""
+    made = {row_bucket(num_rows) for num_rows in range(1, max_requests + 1)}
+    return sorted(bucket for bucket in made if bucket <= max_requests)

@@ -68,7 +68,11 @@ def make_torch_rank(
     reduce = GpuAllReduce(config.all_reduce, device, dtype, width, min(rows, MAX_FUSED_ROWS))
     model, decoder = load_rank(config, rank, device)
     decoder.reduce = reduce
-    return GpuRank(config, decoder, make_sampler(model.vocab_size), device, rank, model.vocab_size)
+    sampler = make_sampler(model.vocab_size)
+    executor = GpuRank(config, decoder, sampler, device, rank, model.vocab_size)
+    if config.warm_up:
+        executor.warm_up()
+    return executor
 
 
 def load_rank(config: EngineConfig, rank: int, device: torch.device) -> tuple[ModelConfig, Decoder]:

@@ -12,7 +12,10 @@ from granikv.executor.gpu_rank import GpuRank
 def make_rank(config, make_sampler, device, rank):
     model, decoder = torch_ranks.load_rank(config, rank, device)
     decoder.reduce = GlooAllReduce()
-    return GpuRank(config, decoder, make_sampler(model.vocab_size), device, rank, model.vocab_size)
+    sampler = make_sampler(model.vocab_size)
+    executor = GpuRank(config, decoder, sampler, device, rank, model.vocab_size)
+    executor.warm_up()  # with collectives, by all ranks
+    return executor
 
 
 assert not torch.cuda.is_available()

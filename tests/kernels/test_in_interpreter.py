@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ALONE = (
-    "test_fp8.py",
-    "test_torch_ranks.py",
-    "test_window.py",
-)  # in processes of their own: each has a time limit
+# in processes of their own: each has a time limit
+ALONE = ("test_fp8.py", "test_torch_ranks.py", "test_warm_up_state.py", "test_window.py")
 
 
 @pytest.mark.parametrize("part", ["the rest", *ALONE])
