@@ -1,7 +1,8 @@
 """A weight matrix ready for products with few rows.
 
 A decode step multiplies 1 to 64 rows; torch's plain fp32 product repacks the weight every time,
-which costs it half its rate at 4 to 16 rows. oneDNN keeps the weight in the layout of its kernel.
+which costs it half its rate at 4 to 16 rows. Few rows go to our compiled product, which reads the
+weight as it lies; for more, oneDNN keeps it in the layout of its kernel.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from granikv.attention import native
 from granikv.models.fp8 import Fp8Input
 from granikv.models.fused import silu_mul
 
@@ -19,7 +21,7 @@ from granikv.models.fused import silu_mul
 PACKED_ROWS = 32
 MAX_PLAIN_ROWS = 2  # so few rows are read at memory speed by the plain product already
 # Small matrices are kept in both layouts (a third more memory for a small model, nothing for a
-# large one): packed ones lose up to half at one row, plain ones at 16.
+# large one): as they lie few rows are faster, packed many. Of large ones both are level.
 MAX_BOTH_ELEMENTS = 2**21
 HALF = (torch.bfloat16, torch.float16)
 MIN_PACKED_ELEMENTS = 2**16  # a smaller matrix is all call overhead
@@ -38,20 +40,33 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 class Linear:
-    """x [T, N] -> x weight^T + bias [T, M]; weight [M, N], bias [M] or None."""
+    """x [T, N] -> x weight^T + bias [T, M]; weight [M, N], bias [M] or None.
+
+    held: somebody else holds the weight as well, so that a packed copy of it would be one too many.
+    """
 
     fp8_input = None  # rows are taken as they are
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, held: bool = False):
         self.bias = bias
         self.packed: torch.Tensor | None = None
         self.weight: torch.Tensor | None = weight
-        if can_pack(weight):
+        if can_pack(weight) and not (held and native.library() is not None):
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
             if weight.numel() > MAX_BOTH_ELEMENTS:
                 self.weight = None
+        self._is_native = (
+            self.weight is not None
+            and weight.device.type == "cpu"
+            and weight.dtype == torch.float32
+            and weight.is_contiguous()
+            and weight.numel() >= MIN_PACKED_ELEMENTS
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._is_native and len(x) > MAX_PLAIN_ROWS and native.multiplies(x):
+            assert self.weight is not None
+            return native.product(x, self.weight, self.bias)
         if self.weight is not None and (self.packed is None or x.shape[0] <= MAX_PLAIN_ROWS):
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")

@@ -64,7 +64,8 @@ class Decoder:
         self.final_norm = weights.final_norm.to(self.device)
         self.dtype = weights.embedding.dtype
         tied = weights.lm_head is weights.embedding
-        self.lm_head = Linear(self.embedding if tied else weights.lm_head.to(self.device))
+        head = self.embedding if tied else weights.lm_head.to(self.device)
+        self.lm_head = Linear(head, held=tied)
         self.layers: list[DecoderLayer] = []
         while weights.layers:
             self.layers.append(DecoderLayer(weights.layers.pop(0), self.device, self.dtype))

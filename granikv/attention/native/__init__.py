@@ -1,7 +1,7 @@
 """The compiled CPU kernel: built with the machine's C++ compiler at first use, kept in the cache.
 
-It attends a shared prefix for all its rows at once, and scattered slots without a gather, and does
-what the rows need before and after: rope, append, merge. It is loaded beside torch and runs on torch's OpenMP threads. Without a compiler, or with
+It attends a shared prefix for all its rows at once, and scattered slots without a gather, does what
+the rows need before and after (rope, append, merge), and multiplies few rows by a weight. It is loaded beside torch and runs on torch's OpenMP threads. Without a compiler, or with
 GRANIKV_NATIVE=0, `library` is None and torch's operators do the same work.
 It knows nothing of plans: cpu.py decides which spans come here.
 """
@@ -31,7 +31,9 @@ from granikv.outputs import write_atomically
 
 log = logging.getLogger(__name__)
 
-SOURCES = tuple(Path(__file__).parent / name for name in ("spans.cpp", "rows.cpp"))
+FOLDER = Path(__file__).parent
+SOURCES = tuple(FOLDER / name for name in ("spans.cpp", "rows.cpp", "product.cpp"))
+HEADERS = (FOLDER / "vectors.h",)
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp",
 )  # fmt: skip
@@ -190,6 +192,35 @@ class Rows:
         return out
 
 
+class ProductShape(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_int64) for name in ("num_rows", "width", "num_outputs", "x_stride")
+    )
+
+
+def multiplies(x: torch.Tensor) -> bool:
+    """Whether `product` serves the rows x [T, N]: few, float32, numbers of a row side by side."""
+    if x.dtype != torch.float32 or x.device.type != "cpu" or x.stride(1) != 1:
+        return False
+    loaded = library()
+    return loaded is not None and 0 < len(x) <= loaded.granikv_max_product_rows()
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x weight^T + bias [T, M] of an x that `multiplies` names; weight [M, N], bias [M] or None,
+    float32 and contiguous."""
+    loaded = library()
+    assert loaded is not None
+    y = torch.empty(len(x), len(weight))
+    shape = ProductShape(len(x), weight.shape[1], len(weight), x.stride(0))
+    at = None if bias is None else bias.data_ptr()
+    loaded.granikv_product(
+        ctypes.addressof(shape), x.data_ptr(), weight.data_ptr(), at, y.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The loaded kernel, or None where it cannot be built or is switched off."""
@@ -216,7 +247,7 @@ def _load(compiler: list[str]) -> ctypes.CDLL:
     cut would end the process when its missing pages are touched.
     """
     version = _run([*compiler, "--version"], VERSION_TIMEOUT_S)
-    texts = [source.read_text() for source in SOURCES]
+    texts = [file.read_text() for file in (*SOURCES, *HEADERS)]
     key = (*texts, compiler, *FLAGS, version, _processor(), torch.__version__)
     name = f"attention-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
     folder = _cache_folder()
@@ -248,7 +279,11 @@ def _open(path: Path) -> ctypes.CDLL:
     rows: list[Any] = [pointer, integer]
     loaded.granikv_append.argtypes = [*rows, *rows, *rows, *rows, *[pointer] * 6, ctypes.c_int]
     loaded.granikv_merge.argtypes = [pointer, integer, integer, *[pointer] * 4, ctypes.c_int]
-    for function in (loaded.granikv_spans, loaded.granikv_append, loaded.granikv_merge):
+    loaded.granikv_product.argtypes = [*[pointer] * 5, ctypes.c_int]
+    loaded.granikv_max_product_rows.restype = integer
+    for function in (
+        loaded.granikv_spans, loaded.granikv_append, loaded.granikv_merge, loaded.granikv_product,
+    ):  # fmt: skip
         function.restype = None
     return loaded
 

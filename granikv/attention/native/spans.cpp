@@ -1,43 +1,40 @@
 // Attention of stacked query rows over spans of K and V, fp32, on the CPU: a shared prefix for all
 // its rows at once, and each row's own scattered slots without a gather.
 //
-// A lane of a vector is a row: products need no packing of K and V, which are read where they
-// lie, and the softmax no reduction across lanes. GCC and Clang vector types; no intrinsics.
+// K and V are read where they lie, without packing. For the scores a lane of a vector is a row, so
+// that the softmax needs no reduction across lanes; for the output a column of V, so that no lane
+// idles and few rows cost little.
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-constexpr int kNarrowBlock = 8, kWideBlock = 8;  // rows in registers, for one vector and for more
-#else
-constexpr int kLanes = 8;
-constexpr int kNarrowBlock = 8, kWideBlock = 4;
-#endif
-constexpr int kMaxVectors = 3;  // 48 or 24 stacked rows at a time
-constexpr int kKeys = 32;       // of one softmax block; 16 to 64 are level, 128 and more slower
-constexpr int kCacheLine = 16;  // floats
+#include "vectors.h"
 
-typedef float Vector __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
+constexpr int kColumns = kLanes == 16 ? 4 : 2;  // vectors of them weighed at once
+constexpr int kRows = 6;                        // weighed at once
+constexpr int kKeys = 32;   // of one softmax block; 16 to 64 are level, 128 and more slower
+constexpr int kChains = 4;  // of maxima and sums that do not wait for each other
 
-static inline Vector splat(float x) { return Vector{} + x; }
+static inline Vector splat(float x) { return x - Vector{}; }
 
-// 2^x for x <= 0, within 3e-7; 2^-126 below -126.
+static inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
+
+// 2^x for x <= 0, within 2e-7 of itself; 2^-126 below -126.
 static inline Vector exp2_of(Vector x) {
   x = x < -126.0f ? splat(-126.0f) : x;
-  const Vector whole = (x + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23: rounds to an integer
-  const Vector f = x - whole;
-  Vector p = splat(1.5403530e-4f);
-  p = p * f + 1.3333558e-3f;
-  p = p * f + 9.6181291e-3f;
-  p = p * f + 5.5504109e-2f;
-  p = p * f + 2.4022651e-1f;
-  p = p * f + 6.9314718e-1f;
+  const Vector rounded = x + 12582912.0f;  // 1.5 * 2^23: the integer is in the low bits
+  const Vector f = x - (rounded - 12582912.0f);
+  Vector p = splat(1.326472406e-3f);  // of the least relative error for |f| <= 1/2
+  p = p * f + 9.671512865e-3f;
+  p = p * f + 5.550733754e-2f;
+  p = p * f + 2.402224208e-1f;
+  p = p * f + 6.931469776e-1f;
   p = p * f + 1.0f;
-  const Integers bits = (__builtin_convertvector(whole, Integers) + 127) << 23;
+  Integers bits;
+  std::memcpy(&bits, &rounded, sizeof bits);
+  bits = (bits << 23) + (127 << 23);
   Vector power;
   std::memcpy(&power, &bits, sizeof power);
   return p * power;
@@ -57,18 +54,24 @@ struct Tokens {
   }
 };
 
-// Tokens that the next product reads, asked for a few at a time between blocks of this one.
+// The coming block of all heads, asked for in the order in which it lies, a few heads of a token
+// at a time between the products of this block.
 template <bool kSlots>
-static inline void fetch(const Tokens<kSlots>& tokens, int first, int last, int dim) {
-  for (int i = first; i < last; ++i)
-    for (int d = 0; d < dim; d += kCacheLine) __builtin_prefetch(tokens[i] + d, 0, 2);
-}
+struct Feed {
+  Tokens<kSlots> keys, values;
+  int num_heads, dim, each, left;
+  int token = 0, head = 0;
 
-// First item of share i when `total` items are dealt to `parts`.
-static inline int share(int total, int parts, int i) {
-  const int each = (total + parts - 1) / parts;
-  return i * each < total ? i * each : total;
-}
+  void step() {
+    for (int i = 0; i < each && left > 0; ++i, --left) {
+      const float* k = keys[token] + head * dim;
+      const float* v = values[token] + head * dim;
+      for (int d = 0; d < dim; d += kCacheLine) __builtin_prefetch(k + d, 0, 2);
+      for (int d = 0; d < dim; d += kCacheLine) __builtin_prefetch(v + d, 0, 2);
+      if (++head == num_heads) head = 0, ++token;
+    }
+  }
+};
 
 // s[i] = k[i] . q_t for R tokens in registers.
 template <int R, int NV, bool kSlots>
@@ -90,71 +93,99 @@ static inline void score(const Tokens<kSlots>& k, const Vector* q_t, int dim, Ve
     for (int v = 0; v < NV; ++v) s[i * NV + v] = sum[i][v];
 }
 
-// o_t[i] += sum over tokens of v[token][column + i] * p[token], for R columns in registers.
-template <int R, int NV, bool kSlots>
-static inline void weigh(const Tokens<kSlots>& v, int column, const Vector* p, int num_tokens,
-                         Vector* o_t) {
-  Vector sum[R][NV];
+// o[i] = shrink[i] * o[i] + sum over tokens of p[token][i] * v[token], for R rows and C vectors of
+// columns in registers, `columns` floats of each. A token's row of p has `stride` floats.
+template <int R, int C, bool kSlots>
+static inline void weigh(const Tokens<kSlots>& v, int num_tokens, const float* p, int stride,
+                         const float* shrink, int dim, int columns, float* o) {
+  const int bytes = C > 1 ? sizeof(Vector) : 4 * columns;
+  Vector sum[R][C] = {};
   for (int i = 0; i < R; ++i)
-    for (int n = 0; n < NV; ++n) sum[i][n] = o_t[i * NV + n];
+    for (int c = 0; c < C; ++c) {
+      std::memcpy(&sum[i][c], o + i * dim + c * kLanes, bytes);
+      sum[i][c] *= shrink[i];
+    }
   for (int t = 0; t < num_tokens; ++t) {
-    const float* token = v[t] + column;
-    Vector weight[NV];
-    for (int n = 0; n < NV; ++n) weight[n] = p[t * NV + n];
+    Vector x[C] = {};
+    for (int c = 0; c < C; ++c) std::memcpy(&x[c], v[t] + c * kLanes, bytes);
 #pragma GCC unroll 16
     for (int i = 0; i < R; ++i) {
-      const float x = token[i];
+      const float weight = p[t * stride + i];
 #pragma GCC unroll 4
-      for (int n = 0; n < NV; ++n) sum[i][n] += x * weight[n];
+      for (int c = 0; c < C; ++c) sum[i][c] += weight * x[c];
     }
   }
   for (int i = 0; i < R; ++i)
-    for (int n = 0; n < NV; ++n) o_t[i * NV + n] = sum[i][n];
+    for (int c = 0; c < C; ++c) std::memcpy(o + i * dim + c * kLanes, &sum[i][c], bytes);
+}
+
+// The same for all columns of `rows` rows, R at a time.
+template <int R, bool kSlots>
+static void weigh_rows(const Tokens<kSlots>& v, int num_tokens, const float* p, int stride,
+                       const float* shrink, int dim, int rows, float* o, Feed<kSlots>& feed) {
+  int i = 0;
+  for (; i + R <= rows; i += R) {
+    int d = 0;
+    for (; d + kColumns * kLanes <= dim; d += kColumns * kLanes) {
+      feed.step();
+      weigh<R, kColumns>(v.head(1, d), num_tokens, p + i, stride, shrink + i, dim, kLanes,
+                         o + i * dim + d);
+    }
+    for (; d + kLanes <= dim; d += kLanes)
+      weigh<R, 1>(v.head(1, d), num_tokens, p + i, stride, shrink + i, dim, kLanes,
+                  o + i * dim + d);
+    if (d < dim)
+      weigh<R, 1>(v.head(1, d), num_tokens, p + i, stride, shrink + i, dim, dim - d,
+                  o + i * dim + d);
+  }
+  if constexpr (R > 1)
+    if (i < rows)
+      weigh_rows<R / 2>(v, num_tokens, p + i, stride, shrink + i, dim, rows - i, o + i * dim, feed);
 }
 
 // State of one KV head's stacked rows, scores in units of log2; o is not yet divided by total.
 template <int NV>
 struct State {
   Vector* q;  // [dim][NV]
-  Vector* o;  // [dim][NV]
+  float* o;   // [rows][dim]
   Vector peak[NV], total[NV];
 };
 
-// Adds tokens [0, n) to the state; `next` are the tokens of the coming block.
+// s[token] becomes 2^(s[token] - peak) for the new peak. Returns by what the old sums shrink.
+template <int NV>
+static inline Vector soften(Vector* s, int num_tokens, Vector& peak, Vector& total) {
+  Vector tops[kChains], sums[kChains] = {};
+  for (int c = 0; c < kChains; ++c) tops[c] = peak;
+  int t = 0;
+  for (; t + kChains <= num_tokens; t += kChains)
+    for (int c = 0; c < kChains; ++c) tops[c] = larger(s[(t + c) * NV], tops[c]);
+  for (; t < num_tokens; ++t) tops[0] = larger(s[t * NV], tops[0]);
+  Vector top = tops[0];
+  for (int c = 1; c < kChains; ++c) top = larger(tops[c], top);
+  for (t = 0; t + kChains <= num_tokens; t += kChains)
+    for (int c = 0; c < kChains; ++c) sums[c] += s[(t + c) * NV] = exp2_of(s[(t + c) * NV] - top);
+  for (; t < num_tokens; ++t) sums[0] += s[t * NV] = exp2_of(s[t * NV] - top);
+  const Vector shrink = exp2_of(peak - top);
+  peak = top;
+  total = total * shrink + ((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  return shrink;
+}
+
+// Adds tokens [0, n) to the state of `rows` rows.
 template <int NV, bool kSlots>
-static void add(const Tokens<kSlots>& keys, const Tokens<kSlots>& values, int n,
-                const Tokens<kSlots>& next, int num_next, int dim, State<NV>& state) {
-  constexpr int R = NV == 1 ? kNarrowBlock : kWideBlock;
-  Vector s[kKeys * NV];
+static void add(const Tokens<kSlots>& keys, const Tokens<kSlots>& values, int n, int dim, int rows,
+                State<NV>& state, Feed<kSlots>& feed) {
+  constexpr int R = kBlock<NV>;
+  Vector s[kKeys * NV], shrink[NV];
   int i = 0;
-  for (int b = 0; i + R <= n; ++b, i += R) {
-    fetch(values, share(n, n / R, b), share(n, n / R, b + 1), dim);
+  for (; i + R <= n; i += R) {
+    feed.step();
     score<R, NV>(keys.from(i), state.q, dim, s + i * NV);
   }
   for (; i < n; ++i) score<1, NV>(keys.from(i), state.q, dim, s + i * NV);
-  for (int m = 0; m < NV; ++m) {
-    Vector top = state.peak[m];
-    for (int j = 0; j < n; ++j) {
-      const Vector x = s[j * NV + m];
-      top = x > top ? x : top;
-    }
-    const Vector shrink = exp2_of(state.peak[m] - top);
-    Vector sum = state.total[m] * shrink;
-    for (int j = 0; j < n; ++j) {
-      const Vector e = exp2_of(s[j * NV + m] - top);
-      s[j * NV + m] = e;
-      sum += e;
-    }
-    state.peak[m] = top;
-    state.total[m] = sum;
-    for (int d = 0; d < dim; ++d) state.o[d * NV + m] *= shrink;
-  }
-  int d = 0;
-  for (int b = 0; d + R <= dim; ++b, d += R) {
-    fetch(next, share(num_next, dim / R, b), share(num_next, dim / R, b + 1), dim);
-    weigh<R, NV>(values, d, s, n, state.o + d * NV);
-  }
-  for (; d < dim; ++d) weigh<1, NV>(values, d, s, n, state.o + d * NV);
+  for (int m = 0; m < NV; ++m) shrink[m] = soften<NV>(s + m, n, state.peak[m], state.total[m]);
+  weigh_rows<kRows>(values, n, reinterpret_cast<const float*>(s), NV * kLanes,
+                    reinterpret_cast<const float*>(shrink), dim, rows, state.o, feed);
 }
 
 struct Heads {
@@ -178,14 +209,16 @@ static void run(const Task& task, const Heads& heads, int64_t first, int count, 
   const int64_t num_heads = int64_t(heads.num_kv_heads) * group;
   const int64_t stride = int64_t(heads.num_kv_heads) * dim;
   const float scale = heads.sm_scale * 1.44269504088896340736f;  // log2(e)
-  thread_local std::vector<Vector> memory;
+  thread_local std::vector<Vector> queries;
+  thread_local std::vector<float> sums;
   thread_local std::vector<State<NV>> states;
-  memory.assign(2 * task.num_heads * dim * NV, Vector{});
+  queries.assign(task.num_heads * dim * NV, Vector{});
+  sums.assign(task.num_heads * count * dim, 0.0f);
   states.resize(task.num_heads);
   for (int64_t h = 0; h < task.num_heads; ++h) {
     State<NV>& state = states[h];
-    state.q = memory.data() + 2 * h * dim * NV;
-    state.o = state.q + dim * NV;
+    state.q = queries.data() + h * dim * NV;
+    state.o = sums.data() + h * count * dim;
     for (int m = 0; m < NV; ++m) state.peak[m] = splat(-INFINITY), state.total[m] = Vector{};
     float* lanes = reinterpret_cast<float*>(state.q);
     for (int i = 0; i < count; ++i) {
@@ -197,23 +230,29 @@ static void run(const Task& task, const Heads& heads, int64_t first, int count, 
   }
   const int64_t offset = task.first_head * dim + (kSlots ? 0 : task.start * stride);
   const Tokens<kSlots> keys{k + offset, stride, task.slots}, values{v + offset, stride, task.slots};
+  const int num_steps = kKeys / kBlock<NV> + (count + kRows - 1) / kRows;  // of a head, about
   for (int64_t at = 0; at < task.length; at += kKeys) {
     const int64_t left = task.length - at;
     const int n = left < kKeys ? left : kKeys;
     const int num_next = left - n < kKeys ? left - n : kKeys;
+    Feed<kSlots> feed{keys.from(at + n),
+                      values.from(at + n),
+                      int(task.num_heads),
+                      dim,
+                      (num_next + num_steps - 1) / num_steps,
+                      num_next * int(task.num_heads)};
     for (int64_t h = 0; h < task.num_heads; ++h)
-      add<NV>(keys.head(h, dim).from(at), values.head(h, dim).from(at), n,
-              keys.head(h, dim).from(at + n), num_next, dim, states[h]);
+      add<NV>(keys.head(h, dim).from(at), values.head(h, dim).from(at), n, dim, count, states[h],
+              feed);
   }
   for (int64_t h = 0; h < task.num_heads; ++h) {
     const State<NV>& state = states[h];
-    const float* lanes = reinterpret_cast<const float*>(state.o);
     for (int i = 0; i < count; ++i) {
       const int64_t row = (first + i) / group;
       const int64_t head = (task.first_head + h) * group + (first + i) % group;
       const int64_t part = (task.first_part + row) * num_heads + head;
       const float sum = reinterpret_cast<const float*>(state.total)[i], inverse = 1.0f / sum;
-      for (int d = 0; d < dim; ++d) o[part * dim + d] = lanes[d * NV * kLanes + i] * inverse;
+      for (int d = 0; d < dim; ++d) o[part * dim + d] = state.o[i * dim + d] * inverse;
       const float peak = reinterpret_cast<const float*>(state.peak)[i];
       lse[part] = (peak + std::log2(sum)) * 0.69314718056f;
     }
@@ -231,8 +270,8 @@ static void run(const Task& task, const Heads& heads, int64_t first, int count, 
 
 // q [T, Hq, D]; k, v [capacity, Hkv, D]; o [parts, Hq, D], lse [parts, Hq] natural.
 extern "C" void granikv_spans(const Task* tasks, int64_t num_tasks, const Heads* heads,
-                              const float* q, const float* k, const float* v, float* o,
-                              float* lse, int num_threads) {
+                              const float* q, const float* k, const float* v, float* o, float* lse,
+                              int num_threads) {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
   for (int64_t i = 0; i < num_tasks; ++i) {
     const int64_t stacked = tasks[i].num_rows * heads->group_size;
