@@ -288,7 +288,7 @@ def measure_cpu_profile(
             "device": cpu_name(),
             "num_threads": torch.get_num_threads(),
             "torch": torch.__version__,
-            "native": native.library() is not None,
+            "kernel": native.kernel_name(),
             "heads": [model_config.num_qo_heads, heads, dim],
             "read_gb_per_s": flat.numel() * 4 / read_us / 1e3,
             "gflops": 2 * 512**3 / square_us / 1e3,
@@ -322,7 +322,7 @@ def profile_path(model_config: ModelConfig, num_threads: int = 0) -> Path:
     """Where the profile of this machine, number of threads (0: torch's), torch, kernel and head
     geometry is kept; it need not exist."""
     m, threads = model_config, num_threads or torch.get_num_threads()
-    key = [VERSION, cpu_name(), threads, torch.__version__, native.library() is not None]
+    key = [VERSION, cpu_name(), threads, torch.__version__, native.kernel_name()]
     key += [m.num_qo_heads, m.num_kv_heads, m.head_dim]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     return Path.home() / ".cache" / "granikv" / f"cpu-{digest}.json"

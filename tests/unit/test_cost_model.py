@@ -202,3 +202,14 @@ def test_measured_profile_has_every_table():
     model = CostModel(measure_cpu_profile(small), small)
     assert choice(model, 4, 512) in ("cascade", "gemm", "flat")
     assert model.profile["read_gb_per_s"] > 0
+
+
+def test_another_kernel_has_another_profile(monkeypatch):
+    native = calibration.native
+    monkeypatch.setattr(native, "library", lambda: object())
+    paths = {calibration.profile_path(MODEL, 2)}
+    monkeypatch.setattr(native, "_texts", lambda: ["another source"])
+    paths.add(calibration.profile_path(MODEL, 2))
+    monkeypatch.setattr(native, "library", lambda: None)
+    paths.add(calibration.profile_path(MODEL, 2))
+    assert len(paths) == 3

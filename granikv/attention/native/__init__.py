@@ -247,8 +247,7 @@ def _load(compiler: list[str]) -> ctypes.CDLL:
     cut would end the process when its missing pages are touched.
     """
     version = _run([*compiler, "--version"], VERSION_TIMEOUT_S)
-    texts = [file.read_text() for file in (*SOURCES, *HEADERS)]
-    key = (*texts, compiler, *FLAGS, version, _processor(), torch.__version__)
+    key = (*_texts(), compiler, *FLAGS, version, _processor(), torch.__version__)
     name = f"attention-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
     folder = _cache_folder()
     if folder is not None and _is_whole(folder / name):
@@ -263,6 +262,17 @@ def _load(compiler: list[str]) -> ctypes.CDLL:
         except OSError as error:
             log.warning("the CPU kernel could not be kept in %s: %s", folder, error)
     return loaded
+
+
+def _texts() -> list[str]:
+    return [file.read_text() for file in (*SOURCES, *HEADERS)]
+
+
+def kernel_name() -> str:
+    """What attends here: another name, other times."""
+    if library() is None:
+        return "torch"
+    return f"native-{hashlib.sha256(repr((_texts(), FLAGS)).encode()).hexdigest()[:16]}"
 
 
 def _cache_folder() -> Path | None:
