@@ -14,14 +14,15 @@ from dataclasses import dataclass
 import torch
 
 FLUSH_BYTES = 256 * 2**20  # several times the L2
+UPLOAD_MS = 0.1  # a graph's first replay takes up to so much longer
 
 
-def capture(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of one call, after three eager ones (compilation, buffers)."""
+def capture(function: Callable[[], object], eager: int = 3) -> torch.cuda.CUDAGraph:
+    """A graph of one call, after so many eager ones (compilation, buffers)."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):
+        for _ in range(eager):
             function()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
@@ -36,12 +37,22 @@ def replay_ms(
     repeats: int,
     before: Callable[[], object] | None = None,
     warmup: int = 3,
+    give_up_ms: float | None = None,
 ) -> float:
-    """Median milliseconds of one replay, by device events; `before` is called before each."""
+    """Median milliseconds of one replay, by device events; `before` is called before each.
+
+    give_up_ms: a last warm-up that takes longer is the result.
+    """
     starts = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
     for _ in range(warmup):
+        starts[0].record()
         replay()
+        ends[0].record()
+    if warmup and give_up_ms is not None:
+        torch.cuda.synchronize()
+        if (first := starts[0].elapsed_time(ends[0])) > give_up_ms:
+            return first
     for start, end in zip(starts, ends, strict=True):
         if before is not None:
             before()
@@ -74,16 +85,23 @@ def baseline_ms(function: Callable[[], object]) -> float:
 @dataclass(frozen=True)
 class Effort:
     """How a steady time is measured: layers of the graph, its replays, and whether what all layers
-    read may fit the L2: then a read of other memory (no dirty lines) takes it out before each."""
+    read may fit the L2: then a read of other memory (no dirty lines) takes it out before each.
+
+    eager, warmup: of the graph, before the replays that count. give_up_ms: of a layer; a step that
+    takes longer has the time of its last warm-up.
+    """
 
     num_layers: int = 8
     repeats: int = 15
     evict: bool = False
+    eager: int = 3
+    warmup: int = 3
+    give_up_ms: float | None = None
 
 
 def steady_ms(layer: Callable[[int], object], effort: Effort) -> float:
     """Mean of a layer in a graph of several, layer(i) with KV of its own."""
-    graph = capture(lambda: [layer(i) for i in range(effort.num_layers)])
+    graph = capture(lambda: [layer(i) for i in range(effort.num_layers)], effort.eager)
     return _per_layer_ms(graph.replay, effort)
 
 
@@ -99,7 +117,11 @@ def baseline_steady_ms(layer: Callable[[int], object], effort: Effort) -> tuple[
 
 def _per_layer_ms(replay: Callable[[], object], effort: Effort) -> float:
     before = _flush_buffer().zero_().max if effort.evict else None
-    return replay_ms(replay, effort.repeats, before) / effort.num_layers
+    give_up_ms = None
+    if effort.give_up_ms is not None:
+        give_up_ms = effort.give_up_ms * effort.num_layers + UPLOAD_MS
+    total_ms = replay_ms(replay, effort.repeats, before, effort.warmup, give_up_ms)
+    return total_ms / effort.num_layers
 
 
 def gpu_probe() -> dict:

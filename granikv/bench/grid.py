@@ -173,17 +173,19 @@ def run_grid(
         if old.get("digest") != digest(point) or "failed" in old or not parts <= has:
             todo.append((point, parts | has))
     say(f"{len(todo)} of {len(points)} points to measure")
+    left = 0
     for done, (point, wanted) in enumerate(todo):
         begun = clock()
         expected = estimate_s(point, BASELINES in wanted, CANDIDATES in wanted)
         if seconds is not None and begun - start + expected > seconds:
-            say(f"stopped before point {point.index}: about {expected:.1f} s, out of time")
-            return len(todo) - done
+            say(f"point {point.index} is left out: about {expected:.1f} s, out of time")
+            left += 1
+            continue
         line = measure_point(point, open_point(point), profile, wanted) | run_fields
         line["seconds"] = clock() - begun
         append_result(path, line)
         say(f"{done + 1}/{len(todo)} {describe(line)}")
-    return 0
+    return left
 
 
 def describe(line: dict) -> str:

@@ -11,12 +11,13 @@ BANDWIDTH_BYTES_PER_S = 4.25e12  # read and copy rate that one H200 reached; the
 MAX_LAYERS = 8  # of the steady graph
 L2_BYTES = 512 * 2**20  # several times the L2: KV of so many bytes leaves it between replays
 # us of one graph, from which its own launch does not count; of all its replays; their number
-FULL = (4e3, 100e3, 40)
-QUICK = (1e3, 15e3, 8)  # a first look at one of many candidates: off by up to 1%
+FULL = (2e3, 40e3, 20)
+QUICK = (600.0, 5e3, 5)  # a first look at one of many candidates
+HOPELESS = 1.5  # times the least time of a point: a first look that takes longer ends at once
 FEWEST = 3
 # estimated, not measured: 8 layers of three launches four times, the graph, the answer's check
 HOST_S = 0.02
-OTHER_RUNS = 7  # of the graph's layers: eager ones, warm-up
+OTHER_RUNS = 4  # of the graph's layers: the answer's check, eager ones, warm-up
 NUM_CANDIDATES = 110  # median of the 240 points that are not hopeless, as the planner cuts them now
 
 
@@ -43,13 +44,22 @@ def expected_us(point: GridPoint, tokens_read: int) -> float:
     return 1.3 * floor_us(point, tokens_read) + 8
 
 
-def effort(point: GridPoint, tokens_read: int, quick: bool = False) -> Effort:
-    """Few layers and replays of long steps, many of short ones."""
+def effort(
+    point: GridPoint, tokens_read: int, quick: bool = False, least_us: float | None = None
+) -> Effort:
+    """Few layers and replays of long steps, many of short ones.
+
+    least_us: that a step of this point took so far. The first, checked answer compiles all kernels.
+    """
     us = expected_us(point, tokens_read)
     graph_us, total_us, most = QUICK if quick else FULL
     num_layers = min(num_layers_of(point), max(1, int(np.ceil(graph_us / us))))
     repeats = min(most, max(FEWEST, int(total_us / (num_layers * us))))
-    return Effort(num_layers, repeats, num_layers * point.kv_bytes < L2_BYTES)
+    evict = num_layers * point.kv_bytes < L2_BYTES
+    if not quick:
+        return Effort(num_layers, repeats, evict, eager=1, warmup=2)
+    give_up_ms = None if least_us is None else HOPELESS * least_us / 1e3
+    return Effort(num_layers, repeats, evict, eager=0, warmup=1, give_up_ms=give_up_ms)
 
 
 def reading_s(point: GridPoint, tokens_read: int, quick: bool = False) -> float:
