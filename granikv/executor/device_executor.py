@@ -76,6 +76,7 @@ class DeviceExecutor(ABC):
     buffers: PlanBuffers  # set by the subclass, once the arenas exist
     capture_error_mode = "global"
     is_warm = False  # no step should have to compile any more
+    has_context = False  # an engine's, made before the memory is planned
 
     def __init__(
         self,
@@ -149,8 +150,9 @@ class DeviceExecutor(ABC):
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
         config = self.config
         fixed = fixed_bytes(
-            config, model_config, self.capacities, element_bytes, model_config.vocab_size
-        )
+            config, model_config, self.capacities, element_bytes, model_config.vocab_size,
+            self.has_context,
+        )  # fmt: skip
         token_bytes = model_config.kv_bytes_per_token(config.kv_element_bytes)
         plan = plan_memory(config, total_bytes, free_bytes, fixed, token_bytes)
         log.info("memory of %s:\n%s", self.device, plan.table())

@@ -6,7 +6,6 @@ slot writes, input ids and sampling are DeviceExecutor's, as for the torch decod
 
 from __future__ import annotations
 
-import logging
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,10 +22,7 @@ from granikv.engines.sharding import Shard
 from granikv.engines.step_inputs import StepInputs
 from granikv.errors import InvalidArgument, Unavailable
 from granikv.executor.device_executor import DTYPES, DeviceExecutor
-from granikv.executor.memory_plan import fixed_bytes, plan_memory
 from granikv.sampling import Sampler
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,6 +39,8 @@ class TensorRTExecutor(DeviceExecutor):
     EngineMismatch or InvalidArgument before anything is allocated, then what DeviceExecutor
     raises. binding: number of the arenas in this process, free again after `close`.
     """
+
+    has_context = True
 
     def __init__(
         self,
@@ -85,19 +83,6 @@ class TensorRTExecutor(DeviceExecutor):
                 self._bind(spec.name, self.inputs.tensors[spec.name])
             self._bind("logits", self.logits)
             self._undo = undo.pop_all()  # what `close` does, once
-
-    def _plan_memory(self, model_config: ModelConfig, element_bytes: int) -> int:
-        """As DeviceExecutor's, beside the context that `load` has made."""
-        torch.cuda.empty_cache()
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
-        vocab_size = model_config.vocab_size
-        fixed = fixed_bytes(
-            self.config, model_config, self.capacities, element_bytes, vocab_size, has_context=True
-        )
-        token_bytes = model_config.kv_bytes_per_token(element_bytes)
-        plan = plan_memory(self.config, total_bytes, free_bytes, fixed, token_bytes)
-        log.info("memory of %s:\n%s", self.device, plan.table())
-        return self._agree(plan.capacity_tokens)
 
     def _bind(self, name: str, tensor: torch.Tensor) -> None:
         if not self.runtime.set_tensor_address(name, tensor.data_ptr()):

@@ -27,12 +27,19 @@ HALF = (torch.bfloat16, torch.float16)
 MIN_PACKED_ELEMENTS = 2**16  # a smaller matrix is all call overhead
 
 
-def can_pack(weight: torch.Tensor) -> bool:
-    """Whether this torch has oneDNN's packed fp32 product and the matrix is large enough."""
+def is_large(weight: torch.Tensor) -> bool:
+    """Whether it is an fp32 matrix on the CPU, large enough for a product other than torch's plain."""
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and weight.numel() >= MIN_PACKED_ELEMENTS
+    )
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """Whether this torch has oneDNN's packed fp32 product and the matrix is large enough."""
+    return (
+        is_large(weight)
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
@@ -55,13 +62,7 @@ class Linear:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
             if weight.numel() > MAX_BOTH_ELEMENTS:
                 self.weight = None
-        self._is_native = (
-            self.weight is not None
-            and weight.device.type == "cpu"
-            and weight.dtype == torch.float32
-            and weight.is_contiguous()
-            and weight.numel() >= MIN_PACKED_ELEMENTS
-        )
+        self._is_native = self.weight is not None and is_large(weight) and weight.is_contiguous()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._is_native and len(x) > MAX_PLAIN_ROWS and native.multiplies(x):

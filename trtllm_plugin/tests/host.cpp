@@ -4,12 +4,10 @@
 //   host LIBRARY create PLUGIN name=i32:5 ...   create, clone, serialise, create again
 //   host LIBRARY run FOLDER ...                 a whole life with one step each; see run_step.h
 //   host LIBRARY life FOLDER ...                one life with all the steps, and a clone's
-//   host LIBRARY formats                        what HotColdAttention takes, and AllReduce; see
-//   below host LIBRARY reduce TYPE RANKS GIVEN ROWS   AllReduce of [ROWS, 32] built for RANKS
-//   ranks, with
-//                                               a communicator of GIVEN ranks (0: none), by address
-//   host LIBRARY reduce_alone TYPE ROWS FOLDER  AllReduce with one rank's communicator;
-//   all_reduce.h
+//   host LIBRARY formats                        types and formats that both plugins take
+//   host LIBRARY reduce TYPE RANKS GIVEN ROWS   AllReduce of [ROWS, 32] built for RANKS ranks
+//                                               with a communicator of GIVEN ranks (0: none)
+//   host LIBRARY reduce_alone TYPE ROWS FOLDER  AllReduce with one rank's; see all_reduce.h
 //
 // Prints "key value" lines; exit status 1 with the reason on stderr.
 

@@ -1,7 +1,8 @@
 """The compiled CPU kernel: built with the machine's C++ compiler at first use, kept in the cache.
 
 It attends a shared prefix for all its rows at once, and scattered slots without a gather, does what
-the rows need before and after (rope, append, merge), and multiplies few rows by a weight. It is loaded beside torch and runs on torch's OpenMP threads. Without a compiler, or with
+the rows need before and after (rope, append, merge), and multiplies few rows by a weight. It is
+loaded beside torch and runs on torch's OpenMP threads. Without a compiler, or with
 GRANIKV_NATIVE=0, `library` is None and torch's operators do the same work.
 It knows nothing of plans: cpu.py decides which spans come here.
 """
