@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from granikv.attention import native
+from granikv import native
 from granikv.attention.cpu import CpuAttention, merge_parts
 from granikv.attention.plan_parts import Bucket, make_view
 from granikv.config import ModelConfig

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from granikv.attention import native
+from granikv import native
 from granikv.attention.plan_parts import Bucket, Extend, Scattered, StepParts, View
 from granikv.config import ModelConfig
 from granikv.core import HotVariant, StepPlan

@@ -1,7 +1,7 @@
 """What a decoder layer does between its matrix products, one launch each on a GPU.
 
 On a CPU the same functions are plain torch: they are the twins that the kernels are tested
-against. Arithmetic is fp32 inside; results are rounded once, to the dtype of x or to FP8 with a scale
+against. Rows in fp32 go to the compiled CPU kernel where there is one. Arithmetic is fp32 inside; results are rounded once, to the dtype of x or to FP8 with a scale
 per row, where the next product wants that (fp8: its `fp8_input`).
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from granikv import native
 from granikv.models.fp8 import Fp8Input, Fp8Rows
 
 
@@ -31,6 +32,8 @@ def add_rms_norm(
         return _kernels().add_rms_norm(delta, x, weight, eps, fp8)
     if delta.dim() == 3 and x is not None:
         delta = delta.sum(0)
+    if fp8 is None and delta.dim() == 2 and native.takes(delta, x, weight):
+        return native.add_rms_norm(delta, x, weight, eps)
     total = delta if x is None else (x + delta).to(x.dtype)
     if fp8 is not None:
         normed = F.rms_norm(total.float(), (total.shape[-1],), weight.float(), eps)
@@ -42,6 +45,8 @@ def silu_mul(gate_up: torch.Tensor, fp8: Fp8Input | None = None) -> Any:
     """gate_up [T, 2 F] -> silu(gate) * up [T, F], with fp8 as Fp8Rows; gate is the first half."""
     if gate_up.is_cuda and gate_up.shape[0]:
         return _kernels().silu_mul(gate_up, fp8)
+    if fp8 is None and native.takes(gate_up):
+        return native.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     if fp8 is not None:
         return fp8.quantize(F.silu(gate.float()).mul_(up))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from granikv.attention import native
+from granikv import native
 from granikv.models.fp8 import Fp8Input
 from granikv.models.fused import silu_mul
 

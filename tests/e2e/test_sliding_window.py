@@ -14,7 +14,7 @@ from helpers import make_tiny_hf
 from reference_logits import reference_logits, relative_errors
 from tiny_engine import EVERYONE, assert_matched, make_engine, run, three_levels, tokens
 
-from granikv.attention import native
+from granikv import native
 from granikv.bench.fixed_dispatch import FixedDispatcher
 from granikv.core import Count
 from granikv.models import load_model

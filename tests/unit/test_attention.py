@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from granikv.attention import cpu, native, reference
+from granikv import native
+from granikv.attention import cpu, reference
 from granikv.attention.cpu import CpuAttention
 from granikv.attention.plan_parts import split_runs
 from granikv.config import ModelConfig

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from granikv.attention import native
+from granikv import native
 from granikv.models.linear import MAX_BOTH_ELEMENTS, MIN_PACKED_ELEMENTS, Linear
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from granikv.attention import native
-from granikv.attention.native import Heads, Rows, RowShape, Span, Spans
+from granikv import native
 from granikv.models.layers import RotaryTable
+from granikv.native import Heads, Rows, RowShape, Span, Spans, build
 
 needs_compiler = pytest.mark.skipif(
     native.library() is None, reason="no C++ compiler found: install g++ to build the CPU kernel"
@@ -152,7 +152,7 @@ def test_the_build_is_kept_and_loaded_again(fresh_library, monkeypatch):
     assert isinstance(native.library(), ctypes.CDLL)
     built = list((fresh_library / ".cache" / "granikv").glob("attention-*.so"))
     assert len(built) == 1
-    monkeypatch.setattr(native, "_compile", lambda *args: pytest.fail("compiled again"))
+    monkeypatch.setattr(build, "_compile", lambda *args: pytest.fail("compiled again"))
     native.library.cache_clear()
     assert isinstance(native.library(), ctypes.CDLL)
 
@@ -198,7 +198,7 @@ def test_a_compiler_that_hangs_is_killed_with_its_children(fresh_library, monkey
     script.write_text(f"#!/bin/sh\nsleep 1234 &\necho $! > {mark}\nwait\n")
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
-    monkeypatch.setattr(native, "VERSION_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(build, "VERSION_TIMEOUT_S", 0.5)
     assert native.library() is None
     state = Path(f"/proc/{int(mark.read_text())}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"
@@ -209,7 +209,7 @@ def test_a_user_without_a_home(fresh_library, monkeypatch):
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(native.Path, "home", no_home)
+    monkeypatch.setattr(build.Path, "home", no_home)
     assert isinstance(native.library(), ctypes.CDLL)
 
 

@@ -10,6 +10,11 @@
 
 #include "vectors.h"
 
+// Rows of the weight at once: with one vector of x, 8 sums leave the processor waiting for them.
+template <int NV>
+constexpr int kRows = kLanes == 16 && NV == 1 ? 12 : kBlock<NV>;
+constexpr int64_t kTurned = 64;  // columns of x at a time: their lines stay in the nearest cache
+
 // sums[i] = w[i] . x for R rows of the weight and the rows of x in NV vectors.
 template <int R, int NV>
 static inline void multiply(const float* w, int64_t width, const Vector* x, Vector (*sums)[NV]) {
@@ -52,14 +57,17 @@ static void block(const ProductShape& shape, const Vector* x, const float* w, co
 template <int NV>
 static void product(const ProductShape& shape, const float* x, const float* w, const float* bias,
                     float* y, int num_threads) {
-  constexpr int R = kBlock<NV>;
+  constexpr int R = kRows<NV>;
   thread_local std::vector<Vector> memory;
   memory.assign(shape.width * NV, Vector{});
   const Vector* turned = memory.data();
   float* lanes = reinterpret_cast<float*>(memory.data());
-  for (int64_t row = 0; row < shape.num_rows; ++row)
-    for (int64_t d = 0; d < shape.width; ++d)
-      lanes[d * NV * kLanes + row] = x[row * shape.x_stride + d];
+  for (int64_t first = 0; first < shape.width; first += kTurned) {
+    const int64_t end = shape.width - first < kTurned ? shape.width : first + kTurned;
+    for (int64_t row = 0; row < shape.num_rows; ++row)
+      for (int64_t d = first; d < end; ++d)
+        lanes[d * NV * kLanes + row] = x[row * shape.x_stride + d];
+  }
   const int64_t num_blocks = shape.num_outputs / R;
 #pragma omp parallel for schedule(static) num_threads(num_threads)
   for (int64_t i = 0; i < num_blocks; ++i) block<R, NV>(shape, turned, w, bias, i * R, y);

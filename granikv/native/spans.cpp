@@ -17,28 +17,7 @@ constexpr int kRows = 6;                        // weighed at once
 constexpr int kKeys = 32;   // of one softmax block; 16 to 64 are level, 128 and more slower
 constexpr int kChains = 4;  // of maxima and sums that do not wait for each other
 
-static inline Vector splat(float x) { return x - Vector{}; }
-
 static inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
-
-// 2^x for x <= 0, within 2e-7 of itself; 2^-126 below -126.
-static inline Vector exp2_of(Vector x) {
-  x = x < -126.0f ? splat(-126.0f) : x;
-  const Vector rounded = x + 12582912.0f;  // 1.5 * 2^23: the integer is in the low bits
-  const Vector f = x - (rounded - 12582912.0f);
-  Vector p = splat(1.326472406e-3f);  // of the least relative error for |f| <= 1/2
-  p = p * f + 9.671512865e-3f;
-  p = p * f + 5.550733754e-2f;
-  p = p * f + 2.402224208e-1f;
-  p = p * f + 6.931469776e-1f;
-  p = p * f + 1.0f;
-  Integers bits;
-  std::memcpy(&bits, &rounded, sizeof bits);
-  bits = (bits << 23) + (127 << 23);
-  Vector power;
-  std::memcpy(&power, &bits, sizeof power);
-  return p * power;
-}
 
 // K or V of one KV head: neighbours in the arena, or a list of slots.
 template <bool kSlots>
