@@ -94,9 +94,17 @@ class HotTile:
                 tile = replace(tile, block_n=tile.block_n // 2)
         return tile
 
+    def takes_pairs(self, shape: AttentionShape) -> bool:
+        """Whether FP8 K is multiplied as it is stored, by queries that are pairs of e4m3.
+
+        Below 64 rows the older matrix instruction works from registers, where widening costs little.
+        """
+        return shape.fp8_kv and shape.element_bytes == 2 and self.block_m >= 64
+
     def _shared_bytes(self, shape: AttentionShape) -> int:
         """Queries and all stages of K and V; FP8 blocks are widened in shared memory as well."""
-        q_rows = self.block_m + (2 * self.block_n if shape.fp8_kv else 0)
+        widened = (1 if self.takes_pairs(shape) else 2) if shape.fp8_kv else 0
+        q_rows = self.block_m + widened * self.block_n
         stored = 2 * self.num_stages * self.block_n * shape.kv_element_bytes
         return (q_rows * shape.element_bytes + stored) * shape.block_d
 
@@ -236,24 +244,27 @@ LAYOUTS: dict[str, Layout] = {
     )
 }
 
-# FP8 KV: blocks are widened by way of shared memory, and a block of twice the tokens does that half
-# as often [8 groups 127 us for 167; B=128 150 for 173]. The cap is the least without a spill.
-FP8_M64 = HotTile(64, 128, 3, 4, tma=True)
+# FP8 KV: K is multiplied as it is stored, V widened by way of shared memory. M128 does that once for
+# twice the rows, and beside it fit five COLD warps of 128 registers a thread, worth their spill [B=128
+# 120 us; 144 a thread 123, 168 127]. Two M64 blocks with wide tiles do not fit an SM [8 groups 120 us;
+# N128 144].
+FP8_WIDE = HotTile(64, 128, 3, 4, tma=True)
 FP8_M16 = HotTile(16, 64, 2, 1)  # [64 groups 221 us; M16 233]
-FP8_THIN = replace(COLD_THIN, max_registers=168)
+FP8_THIN = replace(
+    COLD_THIN, max_registers=168
+)  # the least without a spill, where no item is a run
+FP8_BESIDE = replace(COLD_THIN, max_registers=128)
 FP8_DEEP = ColdTile(32, 6, 1)  # COLD alone [64 rows of 16,384: 556 us; FP8_THIN 632]
-_FP8_LARGE = replace(
-    LAYOUTS["large"], hot=FP8_M64, cold=FP8_THIN, hot_slots_per_sm=2, cold_first=True
-)
+_FP8_LARGE = replace(LAYOUTS["large"], hot=replace(M128, max_registers=176), cold=FP8_BESIDE)
 FP8_LAYOUTS = LAYOUTS | {
     "flat": replace(LAYOUTS["flat"], cold=FP8_DEEP),
-    "mid": replace(LAYOUTS["mid"], hot=FP8_M64, cold=FP8_THIN),
+    "mid": replace(LAYOUTS["mid"], hot=FP8_WIDE, cold=FP8_THIN),
     "large": _FP8_LARGE,
     "dense": replace(_FP8_LARGE, name="dense"),
     "even": replace(_FP8_LARGE, name="even"),
-    "groups": replace(LAYOUTS["groups"], hot=FP8_M64),
+    "groups": replace(LAYOUTS["groups"], cold=FP8_THIN),
     "many": replace(LAYOUTS["many"], hot=FP8_M16, cold=FP8_THIN),
-    "mixed": replace(LAYOUTS["mixed"], cold=FP8_THIN, gemm=FP8_M64),
+    "mixed": replace(LAYOUTS["mixed"], cold=FP8_THIN),
 }
 
 

@@ -116,6 +116,21 @@ def test_fp8_beside_queries_of_16_bits(dtype):
     Step([MIXED[0], MIXED[5], EXTENDS[0]], dtype=dtype, kv_scales=SCALES).check()
 
 
+@pytest.mark.parametrize("layout", ["small", "mid", "large", "groups"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_fp8_queries_as_pairs_of_e4m3(layout, dtype):
+    """A tile of 64 rows or more: rows of all sizes have scales of their own, zeros stay zeros."""
+    assert FP8_LAYOUTS[layout].hot.takes_pairs(AttentionShape(2, 1, 64, 2, fp8_kv=True))
+    rows = MIXED if ON_GPU else [MIXED[0], MIXED[1], MIXED[5], EXTENDS[0]]
+    step = Step(rows, dtype=dtype, layout=FP8_LAYOUTS[layout], kv_scales=(1.0, 1.0))
+    for i, factor in enumerate((0.0, 1e-6, 1e-3, 0.3)):
+        step.q[i % len(step.q)] *= factor
+    step.q[3] = -step.q[3].abs()
+    step.q[3, :, 0] = 1e-4  # the largest number is far from the largest magnitude
+    step.q[-1, 0, :8] = torch.tensor([40.0, 20.0, 1.0, 0.01, -40.0, -1.0, 0.0, 5e-4])
+    step.check()
+
+
 def test_fp8_decode_equals_dense_attention_over_dequantised_kv():
     """In float64, without the twin: the scales are where they belong."""
     dtype = DTYPES[0]

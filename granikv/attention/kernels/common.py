@@ -56,6 +56,30 @@ def as_operand(q, kv_dtype: tl.constexpr):
 
 
 @triton.jit
+def as_e4m3_pair(q, INTERPRET: tl.constexpr):
+    """q [M, D] as (high + low) * scale [M], high and low in e4m3: 8 bits of each number, as bf16 has.
+
+    Two products with K as it is stored take as long as one in 16 bits, and K is not widened.
+    """
+    wide = q.to(tl.float32)
+    largest = tl.max(tl.abs(wide), 1)
+    scale = tl.where(largest > 0.0, largest / FP8_MAX, 1.0)
+    scaled = wide / scale[:, None]
+    high = to_e4m3(scaled, INTERPRET)
+    return high, to_e4m3(scaled - high.to(tl.float32), INTERPRET), scale
+
+
+@triton.jit
+def scores_of(q, low, k, PAIR: tl.constexpr, INTERPRET: tl.constexpr):
+    """q k^T [M, N], with PAIR (q + low) k^T, both in K's type."""
+    if PAIR:
+        k_t = tl.trans(k)
+        return dot_add(low, k_t, dot(q, k_t, INTERPRET), INTERPRET)
+    else:
+        return dot(q, tl.trans(k.to(q.dtype)), INTERPRET)
+
+
+@triton.jit
 def values(v, dtype: tl.constexpr, INTERPRET: tl.constexpr):
     """V in the type of the products: FP8 is widened, all else is there already."""
     if INTERPRET or (v.dtype != tl.float8e4nv or dtype != tl.float16):
@@ -87,30 +111,35 @@ def to_e4m3(x, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def attend(q, k, v, acc, m, total, scale_log2, INTERPRET: tl.constexpr):
-    """One block of keys that every row sees: q [M, D], k and v [N, D] -> acc, m, total."""
-    scores = dot(q, tl.trans(k.to(q.dtype)), INTERPRET)
-    m_new = tl.maximum(m, tl.max(scores, 1) * scale_log2)
-    p = tl.exp2(scores * scale_log2 - m_new[:, None])
+def attend(q, low, k, v, acc, m, total, scale, PAIR: tl.constexpr, INTERPRET: tl.constexpr):
+    """One block of keys that every row sees: q [M, D], k and v [N, D] -> acc, m, total.
+
+    scale: of the scores, to base 2. With PAIR q and low are as_e4m3_pair's, and scale is [M].
+    """
+    scores = scores_of(q, low, k, PAIR, INTERPRET)
+    m_new = tl.maximum(m, tl.max(scores, 1) * scale)
+    p = tl.exp2(scores * (scale[:, None] if PAIR else scale) - m_new[:, None])
     alpha = tl.exp2(m - m_new)
     total = total * alpha + tl.sum(p, 1)
-    acc = dot_add(p, values(v, q.dtype, INTERPRET), acc * alpha[:, None], INTERPRET)
-    return acc, m_new, total
+    v = values(v, tl.float16 if PAIR else q.dtype, INTERPRET)
+    return dot_add(p, v, acc * alpha[:, None], INTERPRET), m_new, total
 
 
 @triton.jit
-def attend_masked(q, k, v, seen, acc, m, total, scale_log2, INTERPRET: tl.constexpr):
+def attend_masked(
+    q, low, k, v, seen, acc, m, total, scale, PAIR: tl.constexpr, INTERPRET: tl.constexpr
+):
     """The same for a block of which row i sees the keys seen[i]; k and v are 0 where unread."""
-    scores = dot(q, tl.trans(k.to(q.dtype)), INTERPRET)
-    scores = tl.where(seen, scores * scale_log2, float("-inf"))
+    scores = scores_of(q, low, k, PAIR, INTERPRET) * (scale[:, None] if PAIR else scale)
+    scores = tl.where(seen, scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1))
     # a row that has seen nothing yet keeps m = -inf; -inf - -inf would be NaN
     base = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(scores - base[:, None])
     alpha = tl.exp2(m - base)
     total = total * alpha + tl.sum(p, 1)
-    acc = dot_add(p, values(v, q.dtype, INTERPRET), acc * alpha[:, None], INTERPRET)
-    return acc, m_new, total
+    v = values(v, tl.float16 if PAIR else q.dtype, INTERPRET)
+    return dot_add(p, v, acc * alpha[:, None], INTERPRET), m_new, total
 
 
 @triton.jit

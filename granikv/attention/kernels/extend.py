@@ -20,6 +20,7 @@ from granikv.attention.kernels.common import (
     INTERPRET,
     KIND_RUN,
     LOG2_E,
+    as_e4m3_pair,
     as_operand,
     attend,
     attend_masked,
@@ -59,6 +60,7 @@ def extend_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PAIR: tl.constexpr,  # queries are multiplied as pairs of e4m3
     WINDOW: tl.constexpr,  # keys that a row sees at most, its own included; 0: all
     INTERPRET: tl.constexpr,
 ):
@@ -79,7 +81,12 @@ def extend_kernel(
     d = tl.arange(0, BLOCK_D)
     qo_head = head * G + m_index % G
     q = load_some_rows(q_ptr, row.to(tl.int64) * q_stride + qo_head * D, keep, d, D)
-    q = as_operand(q, k_ptr.dtype.element_ty)
+    if PAIR:
+        q, low, scale = as_e4m3_pair(q, INTERPRET)
+        scale *= scale_log2
+    else:
+        q, scale = as_operand(q, k_ptr.dtype.element_ty), scale_log2
+        low = q
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -115,13 +122,13 @@ def extend_kernel(
                 offsets = (span_start + n0 + n).to(tl.int64) * (HKV * D)
                 k = load_rows(k_head, offsets, d, D, BLOCK_D)
                 v = load_rows(v_head, offsets, d, D, BLOCK_D)
-                acc, m, total = attend(q, k, v, acc, m, total, scale_log2, INTERPRET)
+                acc, m, total = attend(q, low, k, v, acc, m, total, scale, PAIR, INTERPRET)
         else:
             for n0 in range(begin, whole, BLOCK_N):
                 offsets = tl.load(slots_ptr + n0).to(tl.int64) * (HKV * D)
                 k = load_rows(k_head, offsets, d, D, BLOCK_D)
                 v = load_rows(v_head, offsets, d, D, BLOCK_D)
-                acc, m, total = attend(q, k, v, acc, m, total, scale_log2, INTERPRET)
+                acc, m, total = attend(q, low, k, v, acc, m, total, scale, PAIR, INTERPRET)
         for n0 in tl.range(edges, end, BLOCK_N, num_stages=1):
             if WINDOW > 0:
                 n0 = tl.where(n0 < whole, n0 + begin - whole, n0)
@@ -135,7 +142,7 @@ def extend_kernel(
             seen = exists[None, :] & ((position + n0 + n)[None, :] <= own[:, None])
             if WINDOW > 0:
                 seen &= (position + n0 + n)[None, :] > own[:, None] - WINDOW
-            acc, m, total = attend_masked(q, k, v, seen, acc, m, total, scale_log2, INTERPRET)
+            acc, m, total = attend_masked(q, low, k, v, seen, acc, m, total, scale, PAIR, INTERPRET)
     o = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if v_scale is not None:
         o = o * v_scale
@@ -151,7 +158,7 @@ def extend_kernel(
 def extend_build(shape: AttentionShape, tile: HotTile, window: int = 0) -> KernelBuild:
     """extend_attention's kernel; window: see there."""
     tile = tile.fit(shape)
-    scale = scales_of(shape, "v_scale")
+    v_scale = scales_of(shape, "v_scale")
     plan = ["extend_tiles_ptr", "qo_indptr_ptr", "extend_indptr_ptr", "extend_segments_ptr"]
     rows = ["row_position_ptr", "row_request_ptr", "request_slots_ptr"]
     return KernelBuild(
@@ -163,16 +170,17 @@ def extend_build(shape: AttentionShape, tile: HotTile, window: int = 0) -> Kerne
             **dict.fromkeys([*plan, *rows], "*i32"),
             **dict.fromkeys(["q_stride", "out_stride", "slots_stride"], "i32"),
             "scale_log2": "fp32",
-            **scale.types,
+            **v_scale.types,
         },
         {
-            **scale.constants,
+            **v_scale.constants,
             "G": shape.group_size,
             "HKV": shape.num_kv_heads,
             "D": shape.head_dim,
             "BLOCK_D": shape.block_d,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
+            "PAIR": tile.takes_pairs(shape),
             "WINDOW": window,
             "INTERPRET": INTERPRET,
         },

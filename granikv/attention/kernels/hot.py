@@ -20,6 +20,7 @@ from granikv.attention.kernels.build import KernelBuild
 from granikv.attention.kernels.common import (
     INTERPRET,
     LOG2_E,
+    as_e4m3_pair,
     as_operand,
     attend,
     attend_masked,
@@ -69,6 +70,7 @@ def hot_tile(
     TAIL_N: tl.constexpr,
     PREFETCH: tl.constexpr,  # tokens, a power of two, or 0
     ELEMENT_BYTES: tl.constexpr,  # of K and V
+    PAIR: tl.constexpr,  # queries are multiplied as pairs of e4m3
     TMA: tl.constexpr,  # k_desc and v_desc are descriptors of the arenas [capacity, HKV * D]
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -102,7 +104,13 @@ def hot_tile(
     q_offsets = row.to(tl.int64) * q_stride + qo_head * D
     # so far only the plan was read, and what is older than this step
     wait_for_previous(PDL)
-    q = as_operand(load_some_rows(q_ptr, q_offsets, keep, d, D), k_ptr.dtype.element_ty)
+    q = load_some_rows(q_ptr, q_offsets, keep, d, D)
+    if PAIR:
+        q, low, scale = as_e4m3_pair(q, INTERPRET)
+        scale *= scale_log2
+    else:
+        q, scale = as_operand(q, k_ptr.dtype.element_ty), scale_log2
+        low = q
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -115,13 +123,13 @@ def hot_tile(
         for n0 in range(0, whole, BLOCK_N):
             k = k_desc.load([kv_start + n0, head * D])
             v = v_desc.load([kv_start + n0, head * D])
-            acc, m, total = attend(q, k, v, acc, m, total, scale_log2, INTERPRET)
+            acc, m, total = attend(q, low, k, v, acc, m, total, scale, PAIR, INTERPRET)
     else:
         offsets = tl.arange(0, BLOCK_N) * (HKV * D)
         for n0 in range(0, whole, BLOCK_N):
             k = load_rows(k_block + n0 * (HKV * D), offsets, d, D, BLOCK_D)
             v = load_rows(v_block + n0 * (HKV * D), offsets, d, D, BLOCK_D)
-            acc, m, total = attend(q, k, v, acc, m, total, scale_log2, INTERPRET)
+            acc, m, total = attend(q, low, k, v, acc, m, total, scale, PAIR, INTERPRET)
     # the tail is peeled: a mask in the loop costs 12% when compute-bound
     # beyond the end the last key is read again and its score masked: no load needs a mask
     tail = tl.arange(0, TAIL_N)
@@ -130,7 +138,9 @@ def hot_tile(
         k_tail = load_rows(k_block, tail_offsets, d, D, BLOCK_D)
         v_tail = load_rows(v_block, tail_offsets, d, D, BLOCK_D)
         seen = (n0 + tail)[None, :] < seen_len[:, None]
-        acc, m, total = attend_masked(q, k_tail, v_tail, seen, acc, m, total, scale_log2, INTERPRET)
+        acc, m, total = attend_masked(
+            q, low, k_tail, v_tail, seen, acc, m, total, scale, PAIR, INTERPRET
+        )
     index = (first_partial + entry) * (HKV * G) + qo_head
     store_state(o_ptr, lse_ptr, index, keep, acc, m, total, d, D)
 
@@ -160,6 +170,7 @@ def hot_kernel(
     TAIL_N: tl.constexpr,
     PREFETCH: tl.constexpr,
     ELEMENT_BYTES: tl.constexpr,
+    PAIR: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -182,7 +193,7 @@ def hot_kernel(
             q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, item_ptr, hot_rows_ptr,
             row_position_ptr, tile, head, q_stride, scale_log2,
             G, HKV, D, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N,
-            PREFETCH, ELEMENT_BYTES, TMA, PDL, INTERPRET,
+            PREFETCH, ELEMENT_BYTES, PAIR, TMA, PDL, INTERPRET,
         )  # fmt: skip
 
 
@@ -221,6 +232,7 @@ def hot_build(shape: AttentionShape, tile: HotTile, tma: bool, pdl: bool) -> Ker
             "TAIL_N": min(32, tile.block_n),
             "PREFETCH": prefetch_tokens(tile, shape),
             "ELEMENT_BYTES": shape.kv_element_bytes,
+            "PAIR": tile.takes_pairs(shape),
             "TMA": tma,
             "PDL": pdl,
             "INTERPRET": INTERPRET,

@@ -57,6 +57,7 @@ def small_kernel(
     RUN_STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
     ELEMENT_BYTES: tl.constexpr,
+    PAIR: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
@@ -71,7 +72,7 @@ def small_kernel(
             q_ptr, k_ptr, v_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, item_ptr, hot_rows_ptr,
             row_position_ptr, index % num_row_tiles, head, q_stride, scale_log2,
             G, HKV, D, BLOCK_D, BLOCK_M, BLOCK_N, COLD_N,
-            PREFETCH, ELEMENT_BYTES, False, PDL, INTERPRET,
+            PREFETCH, ELEMENT_BYTES, PAIR, False, PDL, INTERPRET,
         )  # fmt: skip
     elif index - num_hot < tl.load(counts_ptr + _NUM_COLD):
         cold_tile(
@@ -112,6 +113,7 @@ def small_build(
             "RUN_STAGES": run_stages(tile.num_stages, has_runs),
             "PREFETCH": prefetch_tokens(tile, shape),
             "ELEMENT_BYTES": shape.kv_element_bytes,
+            "PAIR": tile.takes_pairs(shape),
             "PDL": pdl,
             "INTERPRET": INTERPRET,
         },
