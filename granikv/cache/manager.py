@@ -192,9 +192,13 @@ class CacheManager:
             return np.empty(0, np.int32)
         ends = np.fromiter((r.leaf_end for r in requests), np.int32, len(requests))
         if (positions < ends).any():  # a last prefill piece of one token: rare, one by one
-            parts = [
-                self.allocate(r, p, 1) for r, p in zip(requests, positions.tolist(), strict=True)
-            ]
+            num_writes, parts = len(self.slot_writes), []
+            try:
+                for request, position in zip(requests, positions.tolist(), strict=True):
+                    parts.append(self.allocate(request, position, 1))
+            except ArenaExhausted:
+                del self.slot_writes[num_writes:]  # the next call lists them again
+                raise
             return np.concatenate(parts)
         offsets = (positions - ends).tolist()
         pairs = list(zip(requests, offsets, strict=True))

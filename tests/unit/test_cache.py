@@ -163,3 +163,26 @@ def test_followers_wait_and_the_oldest_takes_over():
     assert cache.allocate(follower, 12, 9)[:8].tolist() == list(range(12, 20))
     cache.publish(follower, 21)
     cache.check_conservation([follower])
+
+
+def test_decode_slots_that_are_asked_for_again_are_written_once():
+    """One of two last prompt tokens finds no slot; the other's is kept, and listed by the retry."""
+    cache = CacheManager(EngineConfig(capacity_tokens=40, min_extent_tokens=100))
+    first, second = make_request("first", range(6)), make_request("second", range(10, 16))
+    for row, request in enumerate((first, second)):
+        cache.register(request, 0.0)
+        admit(cache, request, row)
+        cache.allocate(request, 0, 5)
+        cache.publish(request, 5)
+    cache.take_slot_writes()
+    cache.arena.allocate_slots(cache.arena.num_free - 1)  # others take all but one
+    positions = np.array([5, 5], np.int32)
+    with pytest.raises(ArenaExhausted):
+        cache.allocate_decodes([first, second], positions)
+    assert cache.take_slot_writes() == []
+    kept = [node.slots[5] for node in cache.path(first)]
+    cache.release(second, keep=False)
+    assert cache.allocate_decodes([first], positions[:1]).tolist() == kept
+    assert [(row, at, slots.tolist()) for row, at, slots in cache.take_slot_writes()] == [
+        (0, 5, kept)
+    ]
