@@ -19,6 +19,7 @@ from typing import Any
 
 from granikv.attention.kernels import build as kernel_build
 from granikv.errors import GraniKVError
+from granikv.processes import die_with_parent
 from trtllm_plugin.table import ARCHITECTURES, PINNED_TRITON, Job, Program
 
 SIZES = {"p": 8, "i": 4, "f": 4, "l": 8, "m": 128}  # bytes of a parameter, by kind
@@ -150,7 +151,8 @@ def _make(job: Job, folder: Path) -> None:
         partial.replace(folder / f"{job.key}{suffix}")
 
 
-def _start_worker(scratch: str) -> None:
+def _start_worker(scratch: str, parent_pid: int) -> None:
+    die_with_parent(parent_pid)  # or it waits for work for good when that is killed
     # line tables double a cubin; Triton's own cache would keep a second copy of each
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
     os.environ["TRITON_CACHE_DIR"] = scratch
@@ -180,7 +182,7 @@ def compile_all(
                     min(num_jobs or os.cpu_count() or 1, len(missing)),
                     mp_context=get_context("spawn"),
                     initializer=_start_worker,
-                    initargs=(scratch,),
+                    initargs=(scratch, os.getpid()),
                 ) as pool,
             ):
                 running = [pool.submit(_make, job, folder) for job in missing]
