@@ -48,6 +48,7 @@ STEP_PATIENCE_S = 20.0  # for the step that runs when the engine's drain_s are o
 NUM_PROCESSES = 3  # server, stub, engine
 LOST = 1  # exit code when requests may be lost
 ANSWER_S = 0.2  # for the stub to send what the engine's last batch gave
+EARLY_DEATH_S = 10.0  # after a start; a request that ends the server comes later as a rule
 MODEL = "granikv"
 
 
@@ -65,6 +66,11 @@ def is_running(pid: int) -> bool:
 def is_input(error: GraniKVError) -> bool:
     """Nothing that another try would change."""
     return isinstance(error, InvalidArgument | ModelFileError)
+
+
+def _patience_s(failures: int) -> float:
+    """Before the next try, after so many in a row: 0.5 s, twice as long each time, at most 30."""
+    return min(0.25 * 2 ** min(failures, 7), 30.0)
 
 
 class ServerHandle:
@@ -314,19 +320,24 @@ class ServerHandle:
         when no restart is left; 2 when what kept it from starting again is like a taken port.
 
         A served server that dies costs no restart, since a client can end Triton 2.51 with one
-        request: six of them would end the service."""
-        restarts = 0
+        request: six of them would end the service. One that dies again and again right after its
+        start waits longer each time."""
+        restarts = early_deaths = 0
         while True:
             started = time.monotonic()
             dead = self.wait_for_death()
             if dead is None:
                 return 0
             self.kill()
-            if time.monotonic() - started > 60 or dead == "server":
+            lived_s = time.monotonic() - started
+            early_deaths = early_deaths + 1 if lived_s < EARLY_DEATH_S else 0
+            if lived_s > 60 or dead == "server":
                 restarts = 0
             then = "starting again" if restarts < max_restarts else "no restart is left"
             text = f"granikv: the {dead} process died; server killed, {then}"
             print(text, file=sys.stderr, flush=True)
+            if early_deaths > 1:  # the first may be chance
+                self.stop_requested.wait(_patience_s(early_deaths))
             restarts, code = self._restart(restarts, max_restarts)
             if self.process is None:
                 return code
@@ -346,7 +357,7 @@ class ServerHandle:
                     return restarts, code
                 code = 2 if is_input(error) else LOST
                 print(f"granikv: restart failed: {error}", file=sys.stderr, flush=True)
-                self.stop_requested.wait(min(0.25 * 2 ** min(restarts, 7), 30.0))
+                self.stop_requested.wait(_patience_s(restarts))
         return restarts, code
 
     def ready_line(self) -> str:

@@ -161,6 +161,20 @@ def test_a_restart_without_space_is_tried_again_and_told(monkeypatch, capsys):
     handle.close()
 
 
+def test_a_server_that_dies_at_once_is_started_ever_more_slowly(monkeypatch):
+    handle = ServerHandle(ServerAddress("127.0.0.1", *free_ports(3)), env=FAKE_ENV)
+    deaths, waits = iter(["server"] * 5), []
+    monkeypatch.setattr(handle, "wait_for_death", lambda: next(deaths, None))
+    monkeypatch.setattr(handle, "kill", lambda: None)
+    monkeypatch.setattr(handle, "start", lambda: setattr(handle, "process", object()))
+    monkeypatch.setattr(handle, "ready_line", lambda: "ready")
+    monkeypatch.setattr(handle.stop_requested, "wait", waits.append)
+    assert handle.supervise(3) == 0
+    assert waits == [1.0, 2.0, 4.0, 8.0]  # none after the first
+    handle.process = None
+    handle.close()
+
+
 def test_a_restart_that_finds_its_port_taken_ends_with_2(monkeypatch, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
