@@ -70,6 +70,17 @@ def as_e4m3_pair(q, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def as_operands(q, kv_dtype: tl.constexpr, scale_log2, PAIR: tl.constexpr, INTERPRET: tl.constexpr):
+    """(q, low, scale) as `attend` takes them; low is read with PAIR alone."""
+    if PAIR:
+        high, low, scale = as_e4m3_pair(q, INTERPRET)
+        return high, low, scale * scale_log2
+    else:
+        wide = as_operand(q, kv_dtype)
+        return wide, wide, scale_log2
+
+
+@triton.jit
 def scores_of(q, low, k, PAIR: tl.constexpr, INTERPRET: tl.constexpr):
     """q k^T [M, N], with PAIR (q + low) k^T, both in K's type."""
     if PAIR:

@@ -20,8 +20,7 @@ from granikv.attention.kernels.common import (
     INTERPRET,
     KIND_RUN,
     LOG2_E,
-    as_e4m3_pair,
-    as_operand,
+    as_operands,
     attend,
     attend_masked,
     load_rows,
@@ -81,12 +80,7 @@ def extend_kernel(
     d = tl.arange(0, BLOCK_D)
     qo_head = head * G + m_index % G
     q = load_some_rows(q_ptr, row.to(tl.int64) * q_stride + qo_head * D, keep, d, D)
-    if PAIR:
-        q, low, scale = as_e4m3_pair(q, INTERPRET)
-        scale *= scale_log2
-    else:
-        q, scale = as_operand(q, k_ptr.dtype.element_ty), scale_log2
-        low = q
+    q, low, scale = as_operands(q, k_ptr.dtype.element_ty, scale_log2, PAIR, INTERPRET)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)

@@ -20,8 +20,7 @@ from granikv.attention.kernels.build import KernelBuild
 from granikv.attention.kernels.common import (
     INTERPRET,
     LOG2_E,
-    as_e4m3_pair,
-    as_operand,
+    as_operands,
     attend,
     attend_masked,
     load_rows,
@@ -105,12 +104,7 @@ def hot_tile(
     # so far only the plan was read, and what is older than this step
     wait_for_previous(PDL)
     q = load_some_rows(q_ptr, q_offsets, keep, d, D)
-    if PAIR:
-        q, low, scale = as_e4m3_pair(q, INTERPRET)
-        scale *= scale_log2
-    else:
-        q, scale = as_operand(q, k_ptr.dtype.element_ty), scale_log2
-        low = q
+    q, low, scale = as_operands(q, k_ptr.dtype.element_ty, scale_log2, PAIR, INTERPRET)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
