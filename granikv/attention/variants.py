@@ -262,7 +262,7 @@ FP8_LAYOUTS = LAYOUTS | {
     "large": _FP8_LARGE,
     "dense": replace(_FP8_LARGE, name="dense"),
     "even": replace(_FP8_LARGE, name="even"),
-    "groups": replace(LAYOUTS["groups"], cold=FP8_THIN),
+    "groups": replace(LAYOUTS["groups"], cold=COLD_THIN),
     "many": replace(LAYOUTS["many"], hot=FP8_M16, cold=FP8_THIN),
     "mixed": replace(LAYOUTS["mixed"], cold=FP8_THIN),
 }
