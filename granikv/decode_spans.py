@@ -18,6 +18,7 @@ It knows nothing of costs: a function given by the dispatcher decides each group
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -94,6 +95,7 @@ class DecodeSpans:
             requests[row].num_hot_tokens = end
             hot_end.append(end)
         self.choices: list[Choice] = []
+        self._flat_choices: list[Choice] | None = None
         shared = [self._share(n, rows, first, decide, alone) for n, rows in groups.items()]
         most = max(self.choices, key=lambda c: c.kv_len * c.num_rows, default=None)
         self.main_variant = most.variant if most is not None else "cold"  # reads most HOT tokens
@@ -102,6 +104,18 @@ class DecodeSpans:
         self._has_suffix = visible > self._hot_end
         self._suffix_rows = np.flatnonzero(self._has_suffix)
         self._build_items(shared, alone, self._suffix_start(visible))
+
+    def flat_choices(self) -> list[Choice]:
+        """Of a step whose planner reads every shared span once for each row."""
+        if self._flat_choices is None:
+            why = "flat: sharing does not pay in this step"
+            self._flat_choices = [
+                c
+                if c.variant == "flat"
+                else replace(c, variant="flat", reason=f"{why}; {c.reason}")
+                for c in self.choices
+            ]
+        return self._flat_choices
 
     def fits(self, requests: list[Request], visible: np.ndarray, version: tuple[int, int]) -> bool:
         """Whether these rows differ from the ones it was built for in suffix lengths only.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from granikv.attention.splits import PlanCutter
+from granikv.attention.plan_cutter import PlanCutter
 from granikv.cache.manager import CacheManager
 from granikv.cache.prefix_tree import Node
 from granikv.cache.spans_in_use import SlotWrite
@@ -83,9 +83,10 @@ class Dispatcher:
     ):
         self.cost = cost
         self.window = window
-        self.cutter = cutter  # of a GPU: fills the machine once
+        self.cutter = cutter  # of a GPU
         self.cache = cache
         self._spans: DecodeSpans | None = None  # of the step before
+        self._named: tuple[DecodeSpans, str] | None = None  # whose requests know how they are read
         self._cheapest = lru_cache(MAX_CACHED_CHOICES)(self._predict)
 
     def plan(self, step_id: int, batch: Batch, moves: list[Move]) -> StepPlan:
@@ -95,16 +96,22 @@ class Dispatcher:
         spans = self._decode_spans(batch, spread, visible)
         num_decode_rows = len(visible)
         cold_items, tokens_read, tokens_flat = spans.cold_items(visible)
+        choices, variant = spans.choices, spans.main_variant
         items = _Items(
             spans.hot_items, spans.hot_rows, cold_items, spans.merge_indptr, spans.merge_partials,
             spans.num_partials, "",
         )  # fmt: skip
         if self.cutter is not None:
             items = _cut(self.cutter, items, num_decode_rows)
+            if len(spans.hot_items) and not len(items.hot_items):  # sharing does not pay this step
+                choices, variant, tokens_read = spans.flat_choices(), "flat", tokens_flat
+        if self._named != (spans, variant):
+            self._named = (spans, variant)
+            _name_paths(batch.decodes, variant)
         qo_indptr, extend_indptr, segments = _extend_segments(
             self.cache, extends, num_decode_rows, self.window
         )
-        _name_paths([extend.request for extend in batch.extends], spans.main_variant)
+        _name_paths([extend.request for extend in batch.extends], variant)
         sample_rows, sample_requests = _sample_rows(batch.decodes, [*spread, *extends])
         slot_writes = _slot_writes(self.cache.take_slot_writes())
         num_rows = int(qo_indptr[-1])
@@ -149,9 +156,9 @@ class Dispatcher:
             sample_requests=sample_requests,
             new_requests=batch.new_rows,
             moves=moves,
-            choices=spans.choices,
+            choices=choices,
             regime=self.cost.label(num_rows, tokens_read, tokens_flat),
-            predicted_us=sum((choice.predicted_us for choice in spans.choices), 0.0),
+            predicted_us=sum((choice.predicted_us for choice in choices), 0.0),
             kv_tokens_read=tokens_read,
             kv_tokens_flat=tokens_flat,
         )
@@ -204,7 +211,6 @@ class Dispatcher:
                 requests, visible, paths, path_of_row, self._cheapest, version, self.window
             )
             self._spans = spans
-            _name_paths(batch.decodes, spans.main_variant)
             for c in spans.choices if log.isEnabledFor(logging.DEBUG) else ():
                 log.debug(
                     "rows=%d len=%d at %d: %s", c.num_rows, c.kv_len, c.node_position, c.reason

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from granikv.attention.splits import H200_RATES, SmRates
+from granikv.attention.layout_choice import H200_RATES, SmRates
 from granikv.config import ModelConfig
 from granikv.cost_model import UNREADABLE, read_profile
 from granikv.errors import InvalidArgument
@@ -21,9 +21,7 @@ from granikv.errors import InvalidArgument
 PROFILES = Path(__file__).parent / "profiles"
 STORED = Path(".cache") / "granikv"  # in the user's folder: what `granikv calibrate` fitted
 FIELDS = ("read_gb_per_s", "gemm_tflops", "cascade_tflops", "matmul_tflops", "item_us", "merge_ns")
-
-
-OPTIONAL_FIELDS = ("step_us", "hot_tflops_per_sm", "read_gb_per_s_per_sm")
+OPTIONAL_FIELDS = ("step_us", "span_us", "hot_tflops_per_sm", "read_gb_per_s_per_sm")
 
 
 def stored_profile_path(gpu_name: str) -> Path:
@@ -52,7 +50,8 @@ class SumTimes:
 
 class GpuCostModel:
     """profile: a dictionary with the fields of FIELDS, and where they were fitted those of
-    OPTIONAL_FIELDS: launches of one layer, and rates of an SM as SmRates has them; element_bytes: of the model, and of the KV
+    OPTIONAL_FIELDS: launches of one layer, a row's own read of a span, and rates of an SM as SmRates
+    has them; element_bytes: of the model, and of the KV
     cache and the layers' weights unless kv_element_bytes (1: FP8, which is widened at the same rate)
     and weight_element_bytes (1: FP8, of which the matrix units take twice as many) say otherwise.
     """
@@ -143,7 +142,8 @@ class GpuCostModel:
 
     def marginal_flat_us(self, num_rows: int, kv_len: int) -> float:
         """Extra time when each row reads the span on its own, beside its suffix."""
-        return num_rows * self.read_us(kv_len) + self.merge_us(num_rows)
+        span_us = self.read_us(kv_len) + self.profile.get("span_us", 0.0)
+        return num_rows * span_us + self.merge_us(num_rows)
 
     def label(self, num_rows: int, kv_tokens_read: int, kv_tokens_flat: int) -> str:
         """ "compute", "memory" or "communication": the longest of a whole step's arithmetic, reads

@@ -153,7 +153,8 @@ class Layout:
 
     hot serves all HOT items, or with `gemm` set those of HotVariant.CASCADE only.
     one_launch: HOT and COLD items in one launch with the tile `hot`; else on two streams.
-    hot_slots_per_sm: HOT blocks that an SM works on at a time; cold_slots_per_sm likewise.
+    hot_slots_per_sm: HOT blocks that an SM works on at a time; cold_slots_per_sm likewise: by these
+    FP8 KV is cut (fill_once.py).
     hot_gluon: where the Gluon kernels are taken, HOT items have this tile and not `hot`.
     gluon_blocks_per_sm: COLD blocks per SM of a step from which the Gluon kernel serves them, with at
     most gluon_registers a thread.
@@ -240,7 +241,6 @@ LAYOUTS: dict[str, Layout] = {
         Layout("many", M16, COLD_THIN, MERGE, 4, 4),
         # HOT much shorter than COLD: small blocks that fit in between
         Layout("short", M32, COLD_WIDE, MERGE, 1, 4),
-        Layout("mixed", M16, COLD_THIN, MERGE, 1, 4, gemm=M128),
     )
 }
 
@@ -264,7 +264,6 @@ FP8_LAYOUTS = LAYOUTS | {
     "even": replace(_FP8_LARGE, name="even"),
     "groups": replace(LAYOUTS["groups"], cold=COLD_THIN),
     "many": replace(LAYOUTS["many"], hot=FP8_M16, cold=FP8_THIN),
-    "mixed": replace(LAYOUTS["mixed"], cold=FP8_THIN),
 }
 
 

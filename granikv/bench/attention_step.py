@@ -11,15 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from granikv.attention.splits import (
-    FILL_ONCE,
-    H200_RATES,
-    Cuts,
-    HotGroups,
-    SmRates,
-    SplitPlan,
-    plan_splits,
-)
+from granikv.attention.layout_choice import BEST_CUTS, H200_RATES, Cuts, HotGroups, SmRates
+from granikv.attention.splits import SplitPlan, plan_splits
 from granikv.attention.variants import AttentionShape, Layout
 from granikv.core import Count, SpanKind, StepPlan
 
@@ -121,7 +114,7 @@ class CaseSpans:
         layout: Layout | None = None,
         shared: np.ndarray | None = None,
         rates: SmRates = H200_RATES,
-        cuts: Cuts = FILL_ONCE,
+        cuts: Cuts = BEST_CUTS,
     ) -> SplitPlan:
         groups, cold = self.spans(shared)
         return plan_splits(

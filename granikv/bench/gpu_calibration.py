@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from granikv.attention.splits import H200_RATES
+from granikv.attention.layout_choice import H200_RATES
 from granikv.bench.attention_step import CaseSpans
 from granikv.bench.grid import digest, read_results
-from granikv.bench.grid_plan import ALL, NONE, choose, model_config
+from granikv.bench.grid_plan import ALL, NONE, Choice, choose, chosen_candidate, model_config
 from granikv.bench.grid_points import GridPoint, load_points
 from granikv.bench.grid_regret import Regrets, best_candidate, finished
 from granikv.calibration import store_profile
@@ -46,7 +46,11 @@ FACTORS = (
     0.33,
 )  # nearest first: it wins a tie
 STEP_US = 5.0  # where the search starts
-UNMEASURED = 1.0  # the regret of a choice that no candidate stands for, in the search
+FAR = 0.7  # log of the numbers of items, from which a candidate stands for no other cuts
+LEAST_GAIN = (
+    0.01  # of mean regret, from which a choice's rate is moved: half a grid is a small sample
+)
+UNMEASURED = 0.1  # the regret of a choice that no candidate stands for, in the search
 
 
 class Line:
@@ -63,11 +67,8 @@ class Line:
             shared: min((c["steady_us"] for c in tried if c["shared"] == shared), default=None)
             for shared in (ALL, NONE)
         }
-        self.planned_us = {
-            (c["layout"], c["shared"]): c["steady_us"]
-            for c in tried
-            if c["hot_cuts"] is None and c["cold_cuts"] is None
-        }
+        self.tried = [c for c in tried if "hot_items" in c]
+        self._measured: dict[tuple, float | None] = {}
         choice = result["choice"]
         if choice["shared"] in self.best_us and self.best_us[choice["shared"]] is None:
             self.best_us[choice["shared"]] = choice["steady_us"]
@@ -90,9 +91,31 @@ class Line:
 
     def regret(self, profile: dict) -> float | None:
         """Of the choice that this profile makes; None where that was not measured."""
-        choice = choose(self.spans, self.cost(profile), self.num_sms)
-        us, best = self.planned_us.get((choice.layout, choice.shared)), best_candidate(self.result)
+        us = self.measured_us(choose(self.spans, self.cost(profile), self.num_sms))
+        best = best_candidate(self.result)
         return None if us is None or best is None else us / best["steady_us"] - 1
+
+    def measured_us(self, choice: Choice) -> float | None:
+        """Of the candidate of that layout and those groups whose items are nearest in number."""
+        key = (choice.layout, choice.shared, choice.rates)
+        if key not in self._measured:
+            self._measured[key] = self._nearest_us(choice)
+        return self._measured[key]
+
+    def _nearest_us(self, choice: Choice) -> float | None:
+        same = [
+            c for c in self.tried if (c["layout"], c["shared"]) == (choice.layout, choice.shared)
+        ]
+        if not same:
+            return None
+        cut = chosen_candidate(self.spans, choice, self.num_sms).fields
+
+        def distance(tried: dict) -> float:
+            kinds = ("hot_items", "cold_items")
+            return sum(abs(float(np.log((tried[k] + 1) / (cut[k] + 1)))) for k in kinds)
+
+        nearest = min(same, key=distance)
+        return nearest["steady_us"] if distance(nearest) < FAR else None
 
 
 @dataclass(frozen=True)
@@ -153,7 +176,9 @@ def fit_choices(lines: Sequence[Line], profile: dict) -> dict:
             found = [line.regret(trial) for line in lines]
             return float(np.mean([UNMEASURED if r is None else r for r in found]))
 
-        return min((base | move(factor) for factor in FACTORS), key=mean_regret)
+        best = min((base | move(factor) for factor in FACTORS), key=mean_regret)
+        nearest = base | move(FACTORS[0])
+        return best if mean_regret(best) < mean_regret(nearest) - LEAST_GAIN else nearest
 
     item_us = profile["item_us"]
     profile = search(profile, lambda factor: {"item_us": item_us * factor})
@@ -181,8 +206,8 @@ def fit_profile(results: dict[int, dict], points: Sequence[GridPoint]) -> dict:
     start = packaged_profile(lines[0].result["gpu"])
     probes = [line.result["probe"]["matmul_tflop_per_s"] for line in lines]
     fitted = fit_times(fit, start | {"matmul_tflops": float(np.median(probes))})
-    if any(line.planned_us for line in fit):
-        fitted = fit_choices([line for line in fit if line.planned_us], fitted)
+    if any(line.tried for line in fit):
+        fitted = fit_choices([line for line in fit if line.tried], fitted)
     fitted = {name: _rounded(value) for name, value in fitted.items()}
     return fitted | {
         "gpu": lines[0].result["gpu"],

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from granikv.attention.splits import FILL_ONCE, Cuts, SplitPlan, choose_layout
+from granikv.attention.layout_choice import BEST_CUTS, Cuts, SmRates, choose_layout
+from granikv.attention.splits import SplitPlan
 from granikv.attention.variants import Layout, layouts_of
 from granikv.bench.attention_step import (
     MAX_COLD_ITEMS,
@@ -47,18 +48,23 @@ class Candidate:
             "shared": self.shared,
             "hot_cuts": self.cuts.hot,
             "cold_cuts": self.cuts.cold,
+            "hot_items": len(self.split.hot_items),
+            "cold_items": len(self.split.cold_items),
         }
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What the planner takes. predicted_us: a layer's attention, by the cost model."""
+    """What the planner takes. predicted_us: a layer's attention, by the cost model; rates: by which
+    the step is cut. The flat layout reads nothing once, whatever the dispatcher asks for."""
 
     layout: str
-    mask: np.ndarray  # bool [num_groups]: reads its prefix once
+    asked: np.ndarray  # bool [num_groups]: the dispatcher would have its prefix read once
+    mask: np.ndarray  # bool [num_groups]: it is
     shared: str
     reason: str
     predicted_us: float
+    rates: SmRates
 
 
 def cost_model(profile: dict, point: GridPoint) -> GpuCostModel:
@@ -80,13 +86,15 @@ def choose(spans: CaseSpans, cost: GpuCostModel, num_sms: int) -> Choice:
     lens, sizes = spans.prefix_lens.tolist(), spans.sizes.tolist()
     kinds = {pair: cheapest(cost, 0, *pair) for pair in set(zip(lens, sizes, strict=True))}
     chosen = [kinds[pair] for pair in zip(lens, sizes, strict=True)]
-    mask = np.array([choice.variant != "flat" for choice in chosen])
-    groups, cold = spans.spans(mask)
+    asked = np.array([choice.variant != "flat" for choice in chosen])
+    groups, cold = spans.spans(asked)
     layout, reason = choose_layout(groups, cold, spans.shape, num_sms, cost.sm_rates)
     suffix_us = cost.read_us(float(case.suffix_lens.sum())) + cost.merge_us(case.batch)
     predicted = cost.profile.get("step_us", 0.0) + suffix_us
     predicted += sum(choice.predicted_us for choice in chosen)
-    return Choice(layout.name, mask, mask_name(mask, spans.prefix_lens), reason, predicted)
+    mask = asked & (layout.name != "flat")
+    name = mask_name(mask, spans.prefix_lens)
+    return Choice(layout.name, asked, mask, name, reason, predicted, cost.sm_rates)
 
 
 def mask_name(mask: np.ndarray, prefix_lens: np.ndarray) -> str:
@@ -99,8 +107,8 @@ def mask_name(mask: np.ndarray, prefix_lens: np.ndarray) -> str:
 def chosen_candidate(spans: CaseSpans, choice: Choice, num_sms: int) -> Candidate:
     """Raises InvalidArgument when even uncut spans need too many partial states."""
     layout = layouts_of(spans.shape)[choice.layout]
-    split = spans.split(num_sms, MAX_PARTIALS, layout, choice.mask)
-    return Candidate(choice.layout, choice.shared, FILL_ONCE, split)
+    split = spans.split(num_sms, MAX_PARTIALS, layout, choice.asked, choice.rates)
+    return Candidate(choice.layout, choice.shared, BEST_CUTS, split)
 
 
 def candidates(spans: CaseSpans, chosen: Candidate, mask: np.ndarray, num_sms: int) -> Iterator:
@@ -126,7 +134,7 @@ def candidates(spans: CaseSpans, chosen: Candidate, mask: np.ndarray, num_sms: i
 
 def _cuts(shared: str) -> list[Cuts]:
     cold = [Cuts(cold=n) for n in (HOT_CUTS if shared == NONE else COLD_CUTS)]
-    return [FILL_ONCE, *([] if shared == NONE else [Cuts(hot=n) for n in HOT_CUTS]), *cold]
+    return [BEST_CUTS, *([] if shared == NONE else [Cuts(hot=n) for n in HOT_CUTS]), *cold]
 
 
 def is_legal(split: SplitPlan, layout: Layout) -> bool:

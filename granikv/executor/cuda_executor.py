@@ -105,7 +105,7 @@ class CudaExecutor(DeviceExecutor):
         self.use_graphs = False
         try:
             with rehearsing() as rehearsal, stream:
-                for plan in attention_plans(shape, self.capacities):
+                for plan in attention_plans(self.capacities):
                     self.attention.prepare(plan)
                     for layer in range(self.k_arena.shape[0]):
                         self.attention.run(layer, *qkv)

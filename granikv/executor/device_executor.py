@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from granikv.attention.plan_buffers import PlanBuffers, attention_shape, step_capacities
+from granikv.attention.plan_cutter import PlanCutter
 from granikv.attention.rehearsal import Compilation, noting_compilations
-from granikv.attention.splits import PlanCutter
 from granikv.config import EngineConfig, ModelConfig
 from granikv.core import Count, StepOutput, StepPlan
 from granikv.device_sampling import Sampled

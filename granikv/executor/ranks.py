@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from granikv.attention.splits import PlanCutter
+from granikv.attention.plan_cutter import PlanCutter
 from granikv.config import EngineConfig, ModelConfig
 from granikv.core import StepOutput, StepPlan
 from granikv.engines.manifest import Manifest

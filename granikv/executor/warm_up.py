@@ -22,7 +22,7 @@ from itertools import product
 import numpy as np
 
 from granikv.attention.rehearsal import NotedLaunch
-from granikv.attention.variants import AttentionShape, layouts_of
+from granikv.attention.variants import LAYOUTS
 from granikv.core import ColdItem, Count, HotItem, PlanCapacities, SpanKind, StepPlan
 
 log = logging.getLogger(__name__)
@@ -70,14 +70,14 @@ def extend_plan(num_rows: int) -> StepPlan:
     )
 
 
-def attention_plans(shape: AttentionShape, capacities: PlanCapacities) -> Iterator[StepPlan]:
+def attention_plans(capacities: PlanCapacities) -> Iterator[StepPlan]:
     """One decode row in every layout; nothing but prepare and the launches can take them.
 
     What is launched depends on whether there are HOT items and RUN items, and on the number of COLD
     items by one threshold, so the least and the most reach all that lies between.
     """
     most = min(capacities.max_cold_items, capacities.max_partials - 1)
-    for name in layouts_of(shape):
+    for name in LAYOUTS:
         num_hot = int(name != "flat")  # the only layout without HOT items, and none has it with
         for num_cold, kind in product((0, 1, most), SpanKind):
             if num_hot or num_cold:

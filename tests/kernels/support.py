@@ -10,9 +10,10 @@ import torch
 
 from granikv.attention import reference
 from granikv.attention.gpu import GpuAttention
+from granikv.attention.layout_choice import HotGroups
 from granikv.attention.plan_buffers import attention_shape
-from granikv.attention.splits import HotGroups, SplitPlan, plan_splits
-from granikv.attention.variants import Layout
+from granikv.attention.splits import SplitPlan, plan_splits
+from granikv.attention.variants import AttentionShape, Layout, layouts_of
 from granikv.config import ModelConfig
 from granikv.core import Count, PlanCapacities, SpanKind, StepPlan
 
@@ -150,8 +151,9 @@ class Step:
         spans = np.asarray(cold, np.int32).reshape(-1, 5)
         attention = attention_shape(self.config, self.dtype, self.kv_scales is not None)
         split = plan_splits(
-            hot, spans, len(decodes), attention, self.num_sms, 4096, layout=self.layout
-        )
+            hot, spans, len(decodes), attention, self.num_sms, 4096,
+            layout=self.layout or _usual_layout(members, attention),
+        )  # fmt: skip
         request, position, mapping = [], [], []
         qo, seg_ptr, segments = [len(decodes)], [0], []
         for i, r in enumerate(self.rows):
@@ -254,3 +256,12 @@ def compare(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
     worst = np.unravel_index(int(error.argmax()), error.shape)
     relative = float(error.max() / want.abs().max().clamp_min(1e-6))
     assert relative <= TOLERANCE[dtype], f"relative error {relative:.2e} at {worst}"
+
+
+def _usual_layout(groups: list[list[int]], shape: AttentionShape) -> Layout | None:
+    """A layout with HOT items, where there are groups: so short, the planner would read them flat."""
+    if not groups:
+        return None
+    stacked = max(len(rows) for rows in groups) * shape.group_size
+    name = "small" if stacked <= 48 else "mid" if stacked <= 128 else "large"
+    return layouts_of(shape)[name]

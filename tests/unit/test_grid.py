@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from granikv.attention.splits import Cuts
+from granikv.attention.layout_choice import Cuts
 from granikv.attention.variants import LAYOUTS
 from granikv.bench import grid
 from granikv.bench.attention_step import BenchStep, CaseSpans
@@ -129,7 +129,7 @@ def test_candidates_are_legal_and_different():
     choice = choose(spans, cost, 132)
     chosen = chosen_candidate(spans, choice, 132)
     found = list(candidates(spans, chosen, choice.mask, 132))
-    assert found[0] is chosen and choice.layout == "groups" and choice.shared == "all"
+    assert found[0] is chosen and choice.layout == "mid" and choice.shared == "all"
     keys = {(c.layout, c.split.hot_items.tobytes(), c.split.cold_items.tobytes()) for c in found}
     assert len(keys) == len(found) > 60
     assert {c.layout for c in found} == set(LAYOUTS)
@@ -152,7 +152,7 @@ def test_a_group_of_one_is_read_flat_and_the_prediction_counts_it():
 def test_a_line_has_the_choice_and_what_was_asked():
     gpu = MadeUpGpu()
     line = measure_point(SHARED, gpu(SHARED), PROFILE, {BASELINES, CANDIDATES})
-    assert line["choice"]["layout"] == "groups" and line["choice"]["hot_pieces"] > 1
+    assert line["choice"]["layout"] == "mid" and line["choice"]["hot_pieces"] > 1
     assert line["baselines"] == {"uniform-paging": {"steady_us": 1e6}}
     assert line["candidates"][0]["steady_us"] == line["choice"]["steady_us"]
     assert any(c.get("final") for c in line["candidates"])
@@ -180,7 +180,7 @@ def test_finalists_have_the_median_of_their_later_readings():
 
 def test_a_candidate_that_fails_is_noted_and_a_choice_that_fails_is_a_failed_point(tmp_path):
     class Broken(MadeUpGpu):
-        broken = "groups"
+        broken = "mid"
 
         def steady(self, split, tokens_read, quick=False):
             if split.layout.name == self.broken:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from granikv.attention.splits import H200_RATES
+from granikv.attention.layout_choice import H200_RATES
 from granikv.bench import gpu_calibration, grid_plot, grid_regret
 from granikv.bench.gpu_calibration import (
     Line,
@@ -109,7 +109,7 @@ def test_rates_are_found(results):
 def test_choices_are_fitted_by_what_they_cost():
     """Where an item costs 40 us, sharing a short prefix does not pay."""
     points = [
-        GridPoint(i, "corner", 4, 128, ((n, 2),) * 3, 64) for i, n in enumerate((1024, 2048, 65536))
+        GridPoint(i, "corner", 4, 128, ((n, 2),) * 6, 64) for i, n in enumerate((1024, 2048, 65536))
     ]
     gpu, lines = MadeUpGpu(item_us=40.0), []
     for point in points:

@@ -5,6 +5,7 @@ Few rows behind a long HOT prefix join the prefix's group on a GPU; see Dispatch
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from test_planner import MODEL, OPERATIONS, NullExecutor, check_context, live, spans_of_partials
 
 from granikv.attention.plan_buffers import attention_shape
-from granikv.attention.splits import PlanCutter
+from granikv.attention.plan_cutter import PlanCutter
+from granikv.attention.variants import LAYOUTS
 from granikv.config import EngineConfig
-from granikv.core import Count, ExtendSegment
+from granikv.core import Choice, Count, ExtendSegment
 from granikv.dispatcher import Dispatcher
 from granikv.engine import Engine
 from granikv.gpu_cost_model import GpuCostModel
@@ -25,13 +27,14 @@ from granikv.sampling_params import SamplingParams
 
 COST = GpuCostModel.load("default", MODEL, 2, "none")
 CUTTER = PlanCutter(attention_shape(MODEL, torch.bfloat16), 132, 4096)
+SHARING = replace(CUTTER, hot_layout=LAYOUTS["mid"])  # else steps so short are read flat
 
 
 class SpreadDispatcher(Dispatcher):
     """Spreads whatever can be spread, and checks each plan against the cache."""
 
-    def __init__(self, cache, max_requests, max_seq_len):
-        super().__init__(COST, cache, CUTTER)
+    def __init__(self, cache, max_requests, max_seq_len, cutter):
+        super().__init__(COST, cache, cutter)
         self.request_slots = np.full((max_requests, max_seq_len), -1, np.int64)
         self.num_spread = self.num_kept = 0
 
@@ -84,14 +87,16 @@ class SpreadDispatcher(Dispatcher):
         check_context(self.cache, self.request_slots, request, spans, visible)
 
 
-def engine_of(capacity: int, depth: int, budget: int, max_requests: int) -> Engine:
+def engine_of(
+    capacity: int, depth: int, budget: int, max_requests: int, cutter: PlanCutter = SHARING
+) -> Engine:
     config = EngineConfig(
         capacity_tokens=capacity, max_requests=max_requests, max_seq_len=100, profile="default",
         max_num_batched_tokens=budget, min_extent_tokens=4, max_move_tokens=20, async_depth=depth,
         debug_checks=True,
     )  # fmt: skip
     engine = Engine(config, executor=NullExecutor())
-    engine.dispatcher = SpreadDispatcher(engine.cache, max_requests, 100)
+    engine.dispatcher = SpreadDispatcher(engine.cache, max_requests, 100, cutter)
     return engine
 
 
@@ -102,9 +107,32 @@ def engine_of(capacity: int, depth: int, budget: int, max_requests: int) -> Engi
     st.sampled_from([0, 1]),
     st.sampled_from([3, 8, 64]),
     st.sampled_from([2, 6]),
+    st.sampled_from([CUTTER, SHARING]),
 )
-def test_every_row_reads_its_context(operations, capacity, depth, budget, max_requests):
-    live(engine_of(capacity, depth, budget, max_requests), operations)
+def test_every_row_reads_its_context(operations, capacity, depth, budget, max_requests, cutter):
+    live(engine_of(capacity, depth, budget, max_requests, cutter), operations)
+
+
+@pytest.mark.parametrize("cutter", [CUTTER, SHARING], ids=["flat", "shared"])
+def test_a_step_that_is_read_flat_says_so(cutter):
+    engine, plans = engine_of(400, 0, 64, 6, cutter), []
+    plan = engine.dispatcher.plan
+    engine.dispatcher._cheapest = lambda *group: Choice(*group, "cascade", "as wanted", 0.0)
+    engine.dispatcher.plan = lambda *step: plans.append(plan(*step)) or plans[-1]
+    requests = [np.array([*range(40), 100 + i, 7], np.int32) for i in range(3)]
+    for index, prompt in enumerate(requests):
+        engine.add_request(f"r{index}", prompt, SamplingParams(max_tokens=9, ignore_eos=True))
+        for _ in range(2):
+            outputs = engine.step()
+    last = plans[-1]
+    read, paths = last.kv_tokens_read, {output.attention_path for output in outputs}
+    variants = {choice.variant for choice in last.choices}
+    assert last.choices and int(last.counts[Count.NUM_DECODE_ROWS]) > 1
+    if cutter is CUTTER:
+        assert (read, last.layout) == (last.kv_tokens_flat, "flat") and "flat" in paths
+        assert variants == {"flat"} and "does not pay" in last.choices[0].reason
+    else:
+        assert read < last.kv_tokens_flat and last.layout == "mid" and "flat" not in variants
 
 
 def test_what_follows_a_shared_prefix_is_spread_and_a_prefix_is_not():

@@ -66,7 +66,7 @@ struct LayoutProgram {
     bool cold_first;
 };
 
-inline constexpr int32_t kNumLayouts = 10;
+inline constexpr int32_t kNumLayouts = 9;
 
 struct Program {
     int32_t capability;
