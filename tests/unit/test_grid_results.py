@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -16,6 +17,7 @@ from granikv.bench.gpu_calibration import (
     fit_profile,
     fit_times,
     halves,
+    packaged_profile,
     time_error,
 )
 from granikv.bench.grid import CANDIDATES, digest, measure_point, read_results, run_grid
@@ -26,6 +28,7 @@ from granikv.errors import InvalidArgument
 from granikv.gpu_cost_model import GpuCostModel, stored_profile_path
 from tests.grid_double import PROFILE, RUN, MadeUpGpu
 
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 MODEL = (ModelConfig("llama", 1, 4096, 14336, 32, 8, 128, 128256, 8192), 2)
 # few groups: planning is what these tests wait for
 POINTS = [p for p in load_points() if len(p.groups) <= 3 and p.case.batch <= 100][::5]
@@ -219,3 +222,13 @@ def test_lines_are_plain_json(grid_file):
             text, parse_constant=lambda name: pytest.fail(name)
         )  # no NaN, no Infinity
         assert line["gpu"] == "Made-up GPU" and line["seconds"] >= 0
+
+
+def test_the_planners_choices_are_those_that_an_h200_measured():
+    """And 2.3% slower than the fastest candidate that was measured beside them."""
+    results = read_results(RESULTS / "attention-grid-chosen-H200-tp1-2026-12-01.jsonl")
+    profile = packaged_profile("NVIDIA H200")
+    lines = [Line(results[p.index], p) for p in load_points()]
+    known = [r for line in lines if (r := line.regret(profile)) is not None]
+    assert len(known) == 240
+    assert sum(known) / len(known) < 0.024 and max(known) < 0.17
