@@ -70,6 +70,12 @@ def serve(
     restart: Annotated[
         bool, typer.Option(help="Restart when a process dies; --no-restart exits 1 instead.")
     ] = True,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Within a minute, for deaths of stub and engine and starts that fail."
+        ),
+    ] = 5,
 ) -> None:
     """Run Triton with GraniKV in the foreground until Ctrl-C or SIGTERM.
 
@@ -90,6 +96,7 @@ def serve(
             arguments += ["--log", str(log)]
         if not restart:
             arguments.append("--no-restart")
+        arguments += ["--max-restarts", str(max_restarts)]
         code = launcher.main(arguments)
     raise typer.Exit(code)
 

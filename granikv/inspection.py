@@ -98,7 +98,8 @@ def profile_facts(config: EngineConfig, model: ModelConfig) -> dict[str, object]
     facts: dict[str, object] = {"path": str(path)}
     if not path.is_file():
         return facts | {
-            "state": "not measured yet: `granikv calibrate`, or the first start does it"
+            "state": "not measured on this machine: the shipped one serves until `granikv calibrate`, "
+            "or a start on a quiet machine, has measured it"
         }
     try:
         profile = json.loads(path.read_text())

@@ -21,7 +21,7 @@ from granikv.bench.harness import Case
 from granikv.bench.serve_workload import AgentsWorkload, Entry, TextMaker, TraceWorkload
 from granikv.config import EngineConfig
 from granikv.config_check import check_engine, longest_request
-from granikv.demo.runner import LAYOUTS, read_metrics
+from granikv.demo.runner import LAYOUTS, read_counters
 from granikv.errors import InvalidArgument, Unavailable
 from granikv.outputs import check_output_folder
 from granikv.serving import perf_analyzer
@@ -170,7 +170,7 @@ def same_answers(ours: Samples, other: Samples) -> float:
 def _measure(
     server: ServerHandle, input_file: Path, load: Load, count: int, timeout_s: float
 ) -> tuple[Samples, dict]:
-    before = read_metrics(server.address.metrics_url)
+    before = read_counters(server.address.metrics_url)
     samples = perf_analyzer.run(
         input_file,
         server.address.grpc_url,
@@ -180,7 +180,7 @@ def _measure(
         attempts=2,
     )
     time.sleep(METRICS_DELAY_S)
-    after = read_metrics(server.address.metrics_url)
+    after = read_counters(server.address.metrics_url)
     names = {name: f"nv_granikv_{name}" for name in COUNTERS}
     counters = {k: after.get(n, 0.0) - before.get(n, 0.0) for k, n in names.items()}
     if samples.num_unanswered or counters["generated_tokens"] < samples.num_tokens_asked:

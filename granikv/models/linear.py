@@ -63,6 +63,8 @@ class Linear:
             if weight.numel() > MAX_BOTH_ELEMENTS:
                 self.weight = None
         self._is_native = self.weight is not None and is_large(weight) and weight.is_contiguous()
+        if bias is not None:  # the compiled product reads it as it lies
+            self._is_native &= bias.dtype == torch.float32 and bias.is_contiguous()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._is_native and len(x) > MAX_PLAIN_ROWS and native.multiplies(x):

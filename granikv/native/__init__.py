@@ -189,9 +189,11 @@ def multiplies(x: torch.Tensor) -> bool:
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x weight^T + bias [T, M] of an x that `multiplies` names; weight [M, N], bias [M] or None,
-    float32 and contiguous."""
+    float32 and contiguous. Raises ValueError for widths that differ."""
     loaded = library()
     assert loaded is not None
+    if x.shape[1] != weight.shape[1]:
+        raise ValueError(f"x: expected {weight.shape[1]} columns, got {x.shape[1]}")
     y = torch.empty(len(x), len(weight))
     shape = ProductShape(len(x), weight.shape[1], len(weight), x.stride(0))
     at = None if bias is None else bias.data_ptr()

@@ -84,10 +84,9 @@ def _texts() -> list[str]:
 
 
 def kernel_name() -> str:
-    """What attends here: another name, other times."""
-    if library() is None:
-        return "torch"
-    return f"native-{hashlib.sha256(repr((_texts(), FLAGS)).encode()).hexdigest()[:16]}"
+    """What attends here: another source, compiler or processor has another name, and other times."""
+    loaded = library()
+    return "torch" if loaded is None else Path(loaded._name).stem
 
 
 def _cache_folder() -> Path | None:

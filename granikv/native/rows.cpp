@@ -68,7 +68,7 @@ extern "C" void granikv_merge(const RowShape* shape, int64_t num_rows, int64_t m
       for (int64_t i = 0; i < most; ++i) {
         const float weight = std::exp(lse[parts[i] * heads + h] - peak) / total;
         const float* from = o + (parts[i] * heads + h) * dim;
-        if (weight > 0.0f)
+        if (!(weight == 0.0f))  // NaN is not hidden
           for (int d = 0; d < dim; ++d) to[d] += weight * from[d];
       }
     }

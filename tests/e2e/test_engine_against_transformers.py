@@ -19,6 +19,7 @@ from tiny_engine import (
     tokens,
 )
 
+from granikv.bench.fixed_dispatch import FixedDispatcher
 from granikv.core import FinishReason
 from granikv.errors import AlreadyExists, Unsupported
 from granikv.sampling_params import SamplingParams
@@ -68,13 +69,19 @@ def test_c02_whole_prompt_cached_recomputes_the_last_token(models, layout, reuse
     engine.close()
 
 
-@pytest.mark.parametrize("layout", ["asymmetric", "uniform"])
+@pytest.mark.parametrize("layout", ["asymmetric", "always shared", "uniform"])
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
 def test_c04_lengths_around_an_extents_end(models, length, layout):
-    """16: the least extent and the uniform layout's page. Prompt log-probs are not offered."""
+    """16: the least extent and the uniform layout's page. Prompt log-probs are not offered.
+
+    The dispatcher reads so short extents flat; `always shared` makes HOT items of them.
+    """
+    always, layout = layout == "always shared", layout.replace("always shared", "asymmetric")
     prompt = tokens(22, length)
     prompts = [prompt, prompt + tokens(23, 5), prompt]
     engine = make_engine(models, prefix_layout=layout)
+    if always:
+        engine.dispatcher = FixedDispatcher(engine, "cascade")
     page = 1 if layout == "asymmetric" else 16
     for warm in (False, True):
         before = engine.counters["cached_tokens"]
@@ -84,17 +91,22 @@ def test_c04_lengths_around_an_extents_end(models, length, layout):
         if warm:
             reusable = [(len(one) - 1) // page * page for one in prompts]
             assert engine.counters["cached_tokens"] - before >= sum(reusable)
+    assert (engine.counters["groups_cascade"] > 0) == (always and length >= 16)
     engine.close()
 
 
-def test_c32_a_strict_prefix_and_twins_inside_the_shared_prefix(models):
+@pytest.mark.parametrize("always_shared", [False, True])
+def test_c32_a_strict_prefix_and_twins_inside_the_shared_prefix(models, always_shared):
     prompt = tokens(25, 64)
     prompts = [prompt, prompt, prompt[:40], prompt + tokens(26, 3)]
     engine = make_engine(models)
+    if always_shared:
+        engine.dispatcher = FixedDispatcher(engine, "cascade")
     for _ in range(2):
         made, _ = run(engine, prompts)
         for one, got in zip(prompts, made, strict=True):
             assert_matched(models, ARCHS[0], one, got)
+    assert always_shared == (engine.counters["groups_cascade"] > 0)
     engine.close()
 
 

@@ -105,6 +105,10 @@ def test_nan_temperature(server):
     refuse(server, "INVALID_ARG", "top_p", top_p=float("nan"))
 
 
+def test_an_empty_prompt(server):
+    refuse(server, "INVALID_ARG", "text_input", text_input=b"")
+
+
 def test_invalid_utf8(server):
     refuse(server, "INVALID_ARG", "text_input", "UTF-8", text_input=b"ok \xff\xfe")
     refuse(server, "INVALID_ARG", "stop_words", "UTF-8", stop_words=[b"\xff"])
@@ -202,11 +206,14 @@ def test_c58_huge_max_tokens(server):
     [
         {"temperature": 999999.0},
         {"temperature": -1.0},
+        {"temperature": float("inf")},
         {"top_p": -1.0},
+        {"top_p": 0.0},
+        {"top_p": 1.0001},
         {"repetition_penalty": 0.0},
         {"top_k": -5},
     ],
-    ids=lambda values: next(iter(values)),
+    ids=str,
 )
 def test_c61_extreme_sampling_numbers(server, values):
     refuse(server, "INVALID_ARG", next(iter(values)), **values)

@@ -21,7 +21,7 @@ from rich.console import Console
 from granikv.bench import transformers_model
 from granikv.demo import main, runner
 from granikv.demo.reference import Reference
-from granikv.demo.runner import Response
+from granikv.demo.runner import Response, counters_of
 from granikv.errors import Unavailable
 from tests.helpers import TINY_VOCAB, make_tiny_hf
 
@@ -190,3 +190,18 @@ def test_two_demos_do_not_write_one_report(tmp_path):
             pass
     with main.only_demo_in(folder):
         pass
+
+
+def test_only_counters_can_be_subtracted():
+    """A gauge's difference says nothing, and buckets of one histogram are not to be summed."""
+    text = """# HELP nv_granikv_steps Steps
+# TYPE nv_granikv_steps counter
+nv_granikv_steps{model="granikv",version="1"} 7
+nv_granikv_steps{model="granikv",version="2"} 2
+# TYPE nv_granikv_free_tokens gauge
+nv_granikv_free_tokens 12
+# TYPE nv_granikv_inter_token_latency_seconds_bucket counter
+nv_granikv_inter_token_latency_seconds_bucket{le="0.1"} 3
+# TYPE nv_granikv_never counter
+"""
+    assert counters_of(text) == {"nv_granikv_steps": 9.0, "nv_granikv_never": 0.0}

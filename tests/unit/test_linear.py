@@ -101,3 +101,14 @@ def test_without_a_compiler_the_packed_product_serves(monkeypatch):
     monkeypatch.setattr(native, "library", lambda: None)
     weight, x = torch.randn(MIN_PACKED_ELEMENTS // 64, 64), torch.randn(8, 64)
     assert torch.allclose(Linear(weight, held=True)(x), x @ weight.T, atol=1e-4)
+
+
+def test_a_bias_of_another_kind_and_a_wrong_width():
+    """The compiled product reads fp32 numbers side by side: others are not for it."""
+    weight, x = torch.randn(600, 256), torch.randn(4, 256)
+    strided = torch.arange(1200.0)[::2]
+    want = torch.nn.functional.linear(x, weight, strided)
+    assert (Linear(weight, strided)(x) - want).abs().max() < 1e-3
+    for width in (255, 257):
+        with pytest.raises((ValueError, RuntimeError)):
+            Linear(weight)(torch.randn(4, width))

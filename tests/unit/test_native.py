@@ -148,6 +148,27 @@ def test_merge_equals_float64(heads, dim, num_rows):
 
 
 @needs_compiler
+@pytest.mark.parametrize("o, lse", [(float("nan"), float("nan")), (1.0, float("nan")), (1.0, float("inf")), (float("nan"), 0.0)])  # fmt: skip
+def test_merge_does_not_hide_what_is_no_number(o, lse):
+    """Of one part of three; a part without keys beside it stays unread."""
+    parts, sums = torch.ones(4, 1, 16), torch.tensor([[0.5], [lse], [0.25], [float("-inf")]])
+    parts[1], parts[3] = o, float("nan")
+    rows = Rows(native.library(), RowShape(1, 1, 16), np.zeros(1), None)
+    got = rows.merge(parts, sums, torch.tensor([[0, 1, 2, 3], [0, 2, 3, 3]]))
+    assert torch.isnan(got[0]).all() and torch.equal(got[1], torch.ones(1, 16))
+
+
+@needs_compiler
+def test_another_compiler_has_another_name(fresh_library, monkeypatch):
+    names = set()
+    for options in ("", " -mno-avx512f"):
+        monkeypatch.setenv("CXX", f"{shutil.which('g++') or shutil.which('c++')}{options}")
+        native.library.cache_clear()
+        names.add(native.kernel_name())
+    assert len(names) == 2
+
+
+@needs_compiler
 def test_the_build_is_kept_and_loaded_again(fresh_library, monkeypatch):
     assert isinstance(native.library(), ctypes.CDLL)
     built = list((fresh_library / ".cache" / "granikv").glob("attention-*.so"))

@@ -263,8 +263,9 @@ def test_extreme_numbers_give_tokens(temperature, scale, settings):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"temperature": 999999}, {"temperature": math.nan}, {"top_p": -1.0}, {"top_k": -5},
-     {"repetition_penalty": 0.0}, {"seed": 2**64}],
+    [{"temperature": 999999}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_p": -1.0},
+     {"top_p": 0.0}, {"top_p": math.nextafter(1.0, 2.0)}, {"top_k": -5}, {"repetition_penalty": 0.0},
+     {"seed": 2**64}],
 )  # fmt: skip
 def test_numbers_out_of_range_are_refused(settings):
     with pytest.raises(InvalidArgument, match=next(iter(settings))):
