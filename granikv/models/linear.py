@@ -55,7 +55,7 @@ class Linear:
     fp8_input = None  # rows are taken as they are
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, held: bool = False):
-        self.bias = bias
+        self.bias = None if bias is None else bias.contiguous()  # as products read it
         self.packed: torch.Tensor | None = None
         self.weight: torch.Tensor | None = weight
         if can_pack(weight) and not (held and native.library() is not None):
@@ -63,8 +63,7 @@ class Linear:
             if weight.numel() > MAX_BOTH_ELEMENTS:
                 self.weight = None
         self._is_native = self.weight is not None and is_large(weight) and weight.is_contiguous()
-        if bias is not None:  # the compiled product reads it as it lies
-            self._is_native &= bias.dtype == torch.float32 and bias.is_contiguous()
+        self._is_native &= bias is None or bias.dtype == torch.float32
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._is_native and len(x) > MAX_PLAIN_ROWS and native.multiplies(x):
