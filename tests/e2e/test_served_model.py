@@ -171,6 +171,36 @@ def test_c59_one_bad_length_among_seven_good(server):
     assert len({one.text for one in good}) == 7, "texts that differ show whose is whose"
 
 
+BAD = [
+    {"text_input": b""}, {"text_input": b"ok \xff"}, {"max_tokens": 0}, {"max_tokens": -1},
+    {"temperature": float("nan")}, {"temperature": float("inf")}, {"top_p": 0.0}, {"top_p": 1.5},
+    {"top_k": -1}, {"text_input": b" a" * 4096},
+]  # fmt: skip
+
+
+def test_bad_input_beside_a_running_request_leaves_no_trace(server):
+    """Slots are accounted for after every step (debug_checks), and as many are used as before."""
+    fields = {"text_input": "Once upon a time, a king", "max_tokens": 40, "end_id": -1}
+    with Stream(server.address.grpc_url) as stream:
+        alone = stream.ask("alone", 60, **fields)
+        time.sleep(0.5)  # metrics follow the engine by up to a report's interval
+        before = metric(server, "nv_granikv_used_tokens")
+        stream.send("good", **fields)
+        for values in BAD:
+            stream.send("", **({"text_input": "Say it.", "max_tokens": 4} | values))
+        answers = stream.answers
+        while not {"", "good"} <= answers.keys() or len(answers[""].errors) < len(BAD):
+            stream.receive(30)
+        while not answers["good"].is_final:
+            stream.receive(30)
+        good, errors = answers["good"], answers[""].errors
+    assert good.text == alone.text and not good.errors
+    for name in {name for values in BAD for name in values}:
+        refused = [e for e in errors if f"INVALID_ARG: {name}: " in e]
+        assert len(refused) == sum(name in values for values in BAD), (name, errors)
+    assert wait_until(lambda: metric(server, "nv_granikv_used_tokens") == before)
+
+
 def test_c58_huge_max_tokens_are_refused_and_nothing_dies(server):
     pids = dict(server.pids)
     url = f"{server.address.http_url}/v2/models/granikv/generate"
