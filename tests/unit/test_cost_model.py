@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from granikv.config import ModelConfig
 from granikv.cost_model import CostModel, Grid
 from granikv.errors import InvalidArgument
 from granikv.gpu_cost_model import GpuCostModel
+from granikv.native import build
 
 MODEL = ModelConfig("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192)
 ROWS, HOT, COLD = [1, 4, 16, 64], [64, 256, 1024, 4096], [16, 64, 256]
@@ -205,11 +207,9 @@ def test_measured_profile_has_every_table():
 
 
 def test_another_kernel_has_another_profile(monkeypatch):
-    native = calibration.native
-    monkeypatch.setattr(native, "library", lambda: object())
-    paths = {calibration.profile_path(MODEL, 2)}
-    monkeypatch.setattr(native, "_texts", lambda: ["another source"])
-    paths.add(calibration.profile_path(MODEL, 2))
-    monkeypatch.setattr(native, "library", lambda: None)
-    paths.add(calibration.profile_path(MODEL, 2))
+    loaded = (SimpleNamespace(_name=f"folder/attention-{i}.so") for i in range(2))
+    paths = set()
+    for library in (*loaded, None):
+        monkeypatch.setattr(build, "library", lambda library=library: library)
+        paths.add(calibration.profile_path(MODEL, 2))
     assert len(paths) == 3
