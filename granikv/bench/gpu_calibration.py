@@ -47,9 +47,8 @@ FACTORS = (
 )  # nearest first: it wins a tie
 STEP_US = 5.0  # where the search starts
 FAR = 0.7  # log of the numbers of items, from which a candidate stands for no other cuts
-LEAST_GAIN = (
-    0.01  # of mean regret, from which a choice's rate is moved: half a grid is a small sample
-)
+# of mean regret, from which a choice's rate is moved: half a grid is a small sample
+LEAST_GAIN = 0.01
 UNMEASURED = 0.1  # the regret of a choice that no candidate stands for, in the search
 
 

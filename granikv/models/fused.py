@@ -1,8 +1,9 @@
 """What a decoder layer does between its matrix products, one launch each on a GPU.
 
 On a CPU the same functions are plain torch: they are the twins that the kernels are tested
-against. Rows in fp32 go to the compiled CPU kernel where there is one. Arithmetic is fp32 inside; results are rounded once, to the dtype of x or to FP8 with a scale
-per row, where the next product wants that (fp8: its `fp8_input`).
+against. Rows in fp32 go to the compiled CPU kernel where there is one. Arithmetic is fp32 inside;
+results are rounded once, to the dtype of x or to FP8 with a scale per row, where the next product
+wants that (fp8: its `fp8_input`).
 """
 
 from __future__ import annotations
