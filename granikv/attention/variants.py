@@ -21,6 +21,7 @@ GLUON_TRITON = ("3.6",)  # minor versions they were compiled and measured with
 GLUON_HEAD_DIM = 128
 KEYS_FIRST_TOKENS = 32  # of a block of the Gluon COLD kernel; its item cuts are COLD_THIN's
 FIRST_WITH_FP8 = 89
+FP8_PRODUCT_COLUMNS = 32  # of a head, the least that an FP8 product sums
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,11 @@ class HotTile:
     def takes_pairs(self, shape: AttentionShape) -> bool:
         """Whether FP8 K is multiplied as it is stored, by queries that are pairs of e4m3.
 
-        Below 64 rows the older matrix instruction works from registers, where widening costs little.
+        Below 64 rows the older matrix instruction works from registers, where widening costs little;
+        FP8's own takes 32 columns at a time.
         """
-        return shape.fp8_kv and shape.element_bytes == 2 and self.block_m >= 64
+        wide_enough = shape.block_d >= FP8_PRODUCT_COLUMNS and self.block_m >= 64
+        return shape.fp8_kv and shape.element_bytes == 2 and wide_enough
 
     def _shared_bytes(self, shape: AttentionShape) -> int:
         """Queries and all stages of K and V; FP8 blocks are widened in shared memory as well."""

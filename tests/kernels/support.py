@@ -244,7 +244,9 @@ class Step:
         got, want = self.run(capture=capture).float(), self.twin()
         total = len(want)
         assert torch.equal(got[total:], torch.zeros_like(got[total:])), "padded rows are not 0"
-        compare(got[:total], want, self.dtype)
+        # beside FP8 K queries may be pairs of e4m3, which hold 8 bits, whatever their own type has
+        coarsest = self.dtype == torch.float16 and self.kv_scales is not None
+        compare(got[:total], want, torch.bfloat16 if coarsest else self.dtype)
         return got
 
 

@@ -153,6 +153,17 @@ def test_fp8_kernels_do_not_spill_in_their_loops(name, tmp_path):
 
 
 @pytest.mark.skipif(not CUOBJDUMP.exists(), reason="needs Triton's NVIDIA tools")
+@pytest.mark.parametrize("dim", [16, 32])
+def test_fp8_kernels_compile_for_the_heads_of_tiny_models(dim, tmp_path):
+    """FP8's product sums 32 columns at a time."""
+    shape = AttentionShape(4, 2, dim, 2, fp8_kv=True)
+    tile = FP8_LAYOUTS["groups"].hot
+    assert tile.takes_pairs(shape) == (dim == 32)
+    compiled(hot_build(shape, tile, True, False), tmp_path)
+    compiled(extend_build(shape, extend_tile(shape)), tmp_path)
+
+
+@pytest.mark.skipif(not CUOBJDUMP.exists(), reason="needs Triton's NVIDIA tools")
 @pytest.mark.parametrize("width", [14336, 28672])
 def test_mlp_rows_become_fp8_in_registers(width, tmp_path):
     """Of Llama-3.1-8B and, the widest, of 70B: a row is one block's."""
