@@ -92,8 +92,7 @@ def _layout_row(part: LayoutProgram, index: dict[str, int]) -> str:
     cold = ", ".join(pair(jobs) for jobs in part.cold)
     return (
         f"            {{{pair(part.small)}, {pair(part.hot)}, {at(part.hot_gluon)}, "
-        f"{at(part.gemm)}, {{{cold}}}, "
-        f"{at(part.cold_gluon)}, {float(part.layout.gluon_blocks_per_sm or 0)}f, "
+        f"{{{cold}}}, {at(part.cold_gluon)}, {float(part.layout.gluon_blocks_per_sm or 0)}f, "
         f"{pair(part.merge)}, {part.merge_heads}, {flags}}},  // {part.layout.name}\n"
     )
 

@@ -160,7 +160,6 @@ class LayoutProgram:
     small: list[Job | None] = field(default_factory=lambda: [None, None])  # [has runs]
     hot: list[Job | None] = field(default_factory=lambda: [None, None])
     hot_gluon: Job | None = None
-    gemm: Job | None = None
     cold: list[list[Job | None]] = field(default_factory=lambda: [[None, None], [None, None]])
     cold_gluon: Job | None = None
     merge: list[Job | None] = field(default_factory=lambda: [None, None])
@@ -179,7 +178,7 @@ class Program:
     def jobs(self) -> list[Job]:
         found: list[Job | None] = [self.append, self.extend]
         for part in self.layouts:
-            found += [*part.small, *part.hot, part.hot_gluon, part.gemm]
+            found += [*part.small, *part.hot, part.hot_gluon]
             found += [*part.cold[0], *part.cold[1], part.cold_gluon, *part.merge]
         return [job for job in found if job is not None]
 
@@ -240,9 +239,6 @@ def program(heads: Heads, capability: int) -> Program:
         part = LayoutProgram(layout, merge_heads(shape, layout.merge))
         # dependent launches where the step's launches follow each other on one stream
         may_depend = [dependent] if layout.one_launch else [False, dependent]
-        if layout.gemm is not None:
-            may_depend = [False]
-            part.gemm = hot(layout.gemm, False)
         if has_gluon and layout.hot_gluon is not None:
             part.hot_gluon = job(hot_gluon_build, shape, layout.hot_gluon)
         if has_gluon and layout.gluon_blocks_per_sm is not None:

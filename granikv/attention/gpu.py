@@ -18,7 +18,7 @@ from granikv import env
 from granikv.attention.kernels.append import append_kv
 from granikv.attention.kernels.cold import cold_suffix_attention
 from granikv.attention.kernels.extend import extend_attention
-from granikv.attention.kernels.hot import EVERY_VARIANT, hot_prefix_attention
+from granikv.attention.kernels.hot import hot_prefix_attention
 from granikv.attention.kernels.merge import merge_states
 from granikv.attention.kernels.small import small_step_attention
 from granikv.attention.plan_buffers import (
@@ -36,7 +36,7 @@ from granikv.attention.variants import (
     takes_gluon,
 )
 from granikv.config import ModelConfig
-from granikv.core import HotVariant, PlanCapacities, StepPlan
+from granikv.core import PlanCapacities, StepPlan
 from granikv.errors import InvalidArgument
 
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -126,10 +126,9 @@ class GpuAttention(PlanBuffers):
         if tile is not None and self._hot_gluon is not None:
             self._describe(tile, self._hot_gluon.hot_gluon_descriptor, tile.block_n)
             return
-        for hot in (self.layout.hot, self.layout.gemm):
-            if hot is not None and takes_descriptors(hot, self.shape, self.capability):
-                block_n = hot.fit(self.shape).block_n
-                self._describe(block_n, _descriptor, block_n)
+        if takes_descriptors(self.layout.hot, self.shape, self.capability):
+            block_n = self.layout.hot.fit(self.shape).block_n
+            self._describe(block_n, _descriptor, block_n)
 
     def _describe(self, key: int | GluonTile, describe: Callable[..., Any], block_n: int) -> None:
         """Descriptors of every layer's K and V, once per key."""
@@ -206,7 +205,7 @@ class GpuAttention(PlanBuffers):
         }
         one_stream = layout.one_launch or not (self.hot_grid and self.cold_grid)
         # across two streams a dependent merge was measured: no gain, up to 4% slower at B=256
-        pdl = self.pdl and one_stream and layout.gemm is None
+        pdl = self.pdl and one_stream
         cold = inputs | {
             "request_slots": self.request_slots,
             "tile": layout.cold,
@@ -261,18 +260,12 @@ class GpuAttention(PlanBuffers):
                 tile=layout.hot_gluon, num_items=self.hot_grid,
             )  # fmt: skip
             return
-        launches = [(layout.hot, EVERY_VARIANT)]
-        if layout.gemm is not None:
-            launches = [
-                (layout.gemm, int(HotVariant.GEMM)),
-                (layout.hot, int(HotVariant.CASCADE)),
-            ]
-        for tile, variant in launches:
-            made = self._descriptors.get(tile.fit(self.shape).block_n) if tile.tma else None
-            hot_prefix_attention(
-                **inputs, descriptors=made[layer] if made else None, tile=tile,
-                num_items=self.hot_grid, num_row_tiles=self.row_tiles, variant=variant, pdl=pdl,
-            )  # fmt: skip
+        tile = layout.hot
+        made = self._descriptors.get(tile.fit(self.shape).block_n) if tile.tma else None
+        hot_prefix_attention(
+            **inputs, descriptors=made[layer] if made else None, tile=tile,
+            num_items=self.hot_grid, num_row_tiles=self.row_tiles, pdl=pdl,
+        )  # fmt: skip
 
 
 def _descriptor(arena: torch.Tensor, block_n: int) -> Any:

@@ -154,7 +154,7 @@ class GluonTile:
 class Layout:
     """How a decode step is launched, and the numbers by which the planner cuts its work.
 
-    hot serves all HOT items, or with `gemm` set those of HotVariant.CASCADE only.
+    hot serves all HOT items, of both variants.
     one_launch: HOT and COLD items in one launch with the tile `hot`; else on two streams.
     hot_slots_per_sm: HOT blocks that an SM works on at a time; cold_slots_per_sm likewise: by these
     FP8 KV is cut (fill_once.py).
@@ -169,7 +169,6 @@ class Layout:
     merge: MergeTile
     hot_slots_per_sm: float
     cold_slots_per_sm: float
-    gemm: HotTile | None = None
     one_launch: bool = False
     cold_first: bool = False
     min_hot_tokens: int = 128

@@ -191,7 +191,7 @@ std::vector<int32_t> cubinsOf(Program const& program) {
         for (int i = 0; i < 2; ++i)
             found.insert({layout.small[i], layout.hot[i], layout.cold[0][i], layout.cold[1][i],
                           layout.merge[i]});
-        found.insert({layout.hot_gluon, layout.gemm, layout.cold_gluon});
+        found.insert({layout.hot_gluon, layout.cold_gluon});
     }
     found.erase(-1);
     return {found.begin(), found.end()};

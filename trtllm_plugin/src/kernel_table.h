@@ -20,7 +20,7 @@ namespace granikv {
     X(cold_items_ptr, "p") X(merge_indptr_ptr, "p") X(merge_partials_ptr, "p") \
     X(extend_tiles_ptr, "p") X(qo_indptr_ptr, "p") X(extend_indptr_ptr, "p") \
     X(extend_segments_ptr, "p") X(k_stride, "i") X(v_stride, "i") X(q_stride, "i") \
-    X(q_out_stride, "i") X(out_stride, "i") X(slots_stride, "i") X(variant, "i") \
+    X(q_out_stride, "i") X(out_stride, "i") X(slots_stride, "i") \
     X(num_row_tiles, "i") X(scale_log2, "f") \
     X(k_desc, "pm") X(k_desc_shape0, "i") X(k_desc_shape1, "i") X(k_desc_stride0, "l") X(k_desc_stride1, "l") \
     X(v_desc, "pm") X(v_desc_shape0, "i") X(v_desc_shape1, "i") X(v_desc_stride0, "l") X(v_desc_stride1, "l") \
@@ -55,8 +55,7 @@ struct Cubin {
 struct LayoutProgram {
     int32_t small[2];  // [has runs]
     int32_t hot[2];
-    int32_t hot_gluon;  // in the place of hot; never a dependent launch
-    int32_t gemm;
+    int32_t hot_gluon;   // in the place of hot; never a dependent launch
     int32_t cold[2][2];  // [has runs][dependent]
     int32_t cold_gluon;  // in the place of cold on the side stream, from so many blocks per SM on
     float gluon_blocks_per_sm;

@@ -5,10 +5,6 @@
 namespace granikv {
 namespace {
 
-constexpr int32_t kEveryVariant = -1;  // of HotVariant
-constexpr int32_t kCascade = 0;
-constexpr int32_t kGemm = 1;
-
 union Value {
     void const* pointer;
     int32_t i32;
@@ -58,7 +54,6 @@ public:
         integer(Param::out_stride, q_width);
         integer(Param::slots_stride, step.slots_stride);
         integer(Param::num_row_tiles, step.row_tiles);
-        integer(Param::variant, kEveryVariant);
         at(Param::scale_log2).f32 = step.scale_log2;
         for (Param shape : {Param::k_desc_shape0, Param::v_desc_shape0})
             integer(shape, static_cast<int32_t>(arenas.capacity));
@@ -119,8 +114,7 @@ private:
     void decode() {
         bool const both = step_.hot_grid && step_.cold_grid;
         bool const one_stream = layout_.one_launch || !both;
-        bool const dependent =
-            one_stream && layout_.gemm < 0 && layout_.merge[1] >= 0;  // [1]: from sm_90 on
+        bool const dependent = one_stream && layout_.merge[1] >= 0;  // [1]: from sm_90 on
         if (layout_.one_launch && step_.hot_grid) {
             int32_t const items = step_.hot_grid * step_.row_tiles + step_.cold_grid;
             launch(layout_.small[step_.has_runs], arguments_, items * heads(), 1, stream_,
@@ -165,11 +159,6 @@ private:
             launch(layout_.hot_gluon, arguments_, blocks, 1, stream_, false);
             return;
         }
-        if (layout_.gemm >= 0) {
-            arguments_.integer(Param::variant, kGemm);
-            launch(layout_.gemm, arguments_, blocks, step_.row_tiles, stream_, dependent);
-        }
-        arguments_.integer(Param::variant, layout_.gemm >= 0 ? kCascade : kEveryVariant);
         launch(layout_.hot[dependent], arguments_, blocks, step_.row_tiles, stream_, dependent);
     }
 

@@ -3,8 +3,8 @@
     rows of an item = decode rows x GQA group (M)      KV head h
     Q [M, D]  x  K[kv_start : kv_start + kv_len, h]    -> one state per row and item
 
-A program owns one (item, row tile, KV head). Variants cascade and gemm are the same source with
-another tile; a launch takes the items of the variants it is given.
+A program owns one (item, row tile, KV head). The variants cascade and gemm are the same source: the
+layout's tile decides how many stacked rows one read serves.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ _KV_START = tl.constexpr(int(HotItem.KV_START))
 _KV_LEN = tl.constexpr(int(HotItem.KV_LEN))
 _POSITION = tl.constexpr(int(HotItem.POSITION))
 _PARTIAL = tl.constexpr(int(HotItem.FIRST_PARTIAL))
-_VARIANT = tl.constexpr(int(HotItem.VARIANT))
-EVERY_VARIANT = -1
 
 
 @triton.jit
@@ -139,7 +137,7 @@ def hot_tile(
     store_state(o_ptr, lse_ptr, index, keep, acc, m, total, d, D)
 
 
-@triton.jit(do_not_specialize=["q_stride", "variant"])
+@triton.jit(do_not_specialize=["q_stride"])
 def hot_kernel(
     q_ptr,
     k_ptr,
@@ -154,7 +152,6 @@ def hot_kernel(
     row_position_ptr,
     q_stride,
     scale_log2,
-    variant,
     G: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -176,11 +173,8 @@ def hot_kernel(
     tile = tl.program_id(1)
     item_ptr = hot_items_ptr + item * 8  # the grid is never beyond the plan's capacity
     num_rows = tl.load(item_ptr + _NUM_ROWS)
-    item_variant = tl.load(item_ptr + _VARIANT)
     if item >= tl.load(counts_ptr + _NUM_ITEMS):
         # a launch must not end before the one it depends on, even without work
-        wait_for_previous(PDL)
-    elif (variant >= 0) & (item_variant != variant):
         wait_for_previous(PDL)
     elif tile * BLOCK_M < num_rows * G:
         hot_tile(
@@ -214,7 +208,6 @@ def hot_build(shape: AttentionShape, tile: HotTile, tma: bool, pdl: bool) -> Ker
             **dict.fromkeys(plan, "*i32"),
             "q_stride": "i32",
             "scale_log2": "fp32",
-            "variant": "i32",
         },
         {
             "G": shape.group_size,
@@ -254,7 +247,6 @@ def hot_prefix_attention(
     num_items: int,
     descriptors: tuple[Any, Any] | None = None,
     num_row_tiles: int = 1,
-    variant: int = EVERY_VARIANT,
     pdl: bool = False,
 ) -> None:
     """q [T, Hq, D], arenas [capacity, Hkv, D] -> o fp32 [S, Hq, D], lse_log2 fp32 [S, Hq].
@@ -269,5 +261,5 @@ def hot_prefix_attention(
         (num_items * shape.num_kv_heads, num_row_tiles),
         q, k_arena, v_arena, *(descriptors or (k_arena, v_arena)), o_partials, lse_partials,
         plan["counts"], plan["hot_items"], plan["hot_rows"], plan["row_position"],
-        q.stride(0), sm_scale * LOG2_E, variant,
+        q.stride(0), sm_scale * LOG2_E,
     )  # fmt: skip

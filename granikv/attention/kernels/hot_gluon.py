@@ -349,7 +349,7 @@ def hot_gluon_attention(
     tile: GluonTile,
     num_items: int,
 ) -> None:
-    """hot.hot_prefix_attention of all variants, without its other choices: the same states.
+    """hot.hot_prefix_attention, without its other choices: the same states.
 
     descriptors: of K and V by `hot_gluon_descriptor`. Items have at most 128 stacked rows and at
     least tile.block_n tokens.
