@@ -60,6 +60,9 @@ def serve(
     metrics_port: Annotated[
         int, typer.Option(min=1, max=65535, help="Port of the Prometheus metrics.")
     ] = 8002,
+    tp: Annotated[
+        int | None, typer.Option(min=1, help="Tensor-parallel ranks, a GPU each; as --set tp=N.")
+    ] = None,
     settings: Settings = None,
     model_repository: Annotated[
         Path | None, typer.Option(help="Triton's model repository; the one beside the package.")
@@ -88,7 +91,7 @@ def serve(
         arguments += ["--metrics-port", str(metrics_port)]
         if model:
             arguments += ["--model", model]
-        for setting in settings or []:
+        for setting in [*(settings or []), *([] if tp is None else [f"tp={tp}"])]:
             arguments += ["--set", setting]
         if model_repository:
             arguments += ["--model-repository", str(model_repository)]

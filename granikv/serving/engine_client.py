@@ -25,6 +25,7 @@ from granikv.errors import Unavailable
 from granikv.metrics import Stats
 from granikv.processes import limit_stack
 from granikv.serving import wire
+from granikv.serving.placement import VISIBLE
 from granikv.serving.settings import ServingSettings
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class EngineClient:
             ],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            env=os.environ | ({VISIBLE: settings.devices} if settings.devices else {}),
         )
         self._pidfd = os.pidfd_open(self.process.pid)
         self._thread = threading.Thread(target=self._run, name="granikv-engine-io", daemon=True)

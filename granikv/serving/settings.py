@@ -18,6 +18,7 @@ from pathlib import Path
 from granikv import env
 from granikv.config import EngineConfig
 from granikv.errors import InvalidArgument
+from granikv.serving.placement import visible_devices
 
 JSON_TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
@@ -37,6 +38,7 @@ class ServingSettings:
     exclude_input_in_output: bool = False  # when a request does not say
     start_timeout_s: float = 900.0
     step_limit_s: float = 300.0  # a step older than this counts as a hung engine
+    devices: str = ""  # CUDA_VISIBLE_DEVICES of the engine's process; "": as it is
     drain_s: float = 5.0  # running requests may finish within this after SIGTERM
 
 
@@ -122,5 +124,6 @@ def read_settings(
         python=env.read("GRANIKV_PYTHON", environ) or default_python(),
         run_dir=str(env.read("GRANIKV_RUN_DIR", environ) or tempfile.mkdtemp(prefix="granikv_")),
         exclude_input_in_output=exclude == "true",
+        devices=visible_devices(parameters.get("devices", ""), fields, environ),
         **numbers,
     )

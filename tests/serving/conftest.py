@@ -15,6 +15,12 @@ FAKE_ENV = {
 }
 
 
+needs_triton = pytest.mark.skipif(
+    not shutil.which("tritonserver") and importlib.util.find_spec("pytriton") is None,
+    reason="no Triton server: neither on PATH nor in the nvidia-pytriton wheel",
+)
+
+
 def start_server(log_path: Path, **arguments):
     """A context manager: a running server with the fake engine."""
     from granikv.serving.launcher import running_server

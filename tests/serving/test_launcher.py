@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -27,14 +26,10 @@ from granikv.serving.tritonserver import (
     server_environment,
 )
 from tests.helpers import make_tiny_hf
-from tests.serving.conftest import FAKE_ENV, ROOT, start_server
+from tests.serving.conftest import FAKE_ENV, ROOT, needs_triton, start_server
 from tests.serving.http_text import post, wait_until
 from tests.serving.test_shutdown import launcher, read_ready, shm_files
 
-needs_triton = pytest.mark.skipif(
-    not shutil.which("tritonserver") and importlib.util.find_spec("pytriton") is None,
-    reason="no Triton server: neither on PATH nor in the nvidia-pytriton wheel",
-)
 PORTS = ("http", "grpc", "metrics")
 ENGINES = "tests.serving.fake_engine"
 

@@ -12,6 +12,7 @@ for checkout in Path(__file__).resolve().parents[3:4]:
 
 import triton_python_backend_utils as pb_utils  # noqa: E402
 
+from granikv.serving.placement import check_instances  # noqa: E402
 from granikv.serving.run_dir import end_with_launcher, failure_for_launcher  # noqa: E402
 from granikv.serving.settings import read_settings  # noqa: E402
 from granikv.serving.triton_adapter import TritonAdapter  # noqa: E402
@@ -24,7 +25,9 @@ class TritonPythonModel:
         """Start the engine process and wait until its model is loaded."""
         end_with_launcher()
         with failure_for_launcher():
-            parameters = json.loads(args["model_config"]).get("parameters", {})
+            model_config = json.loads(args["model_config"])
+            check_instances(model_config)
+            parameters = model_config.get("parameters", {})
             settings = read_settings({k: v["string_value"] for k, v in parameters.items()})
             run_dir = Path(settings.run_dir)
             run_dir.mkdir(parents=True, exist_ok=True)
