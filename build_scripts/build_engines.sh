@@ -31,6 +31,8 @@ command -v trtllm-build > /dev/null || fail "trtllm-build: expected TensorRT-LLM
   "got none; run this in the project's container, or build engines with \`granikv build\`"
 [ -f "${GRANIKV_PLUGIN:-}" ] || fail "GRANIKV_PLUGIN: expected GraniKV's plugin library, got" \
   "'${GRANIKV_PLUGIN:-}'; build it with build_scripts/build_plugin.py"
+[[ ${COMPUTE_CAPABILITY:-9.0} =~ ^[1-9][0-9]*\.[0-9]$ ]] || fail "COMPUTE_CAPABILITY: expected" \
+  "one like 9.0, got '$COMPUTE_CAPABILITY'"
 GRANIKV_PLUGIN=$(realpath "$GRANIKV_PLUGIN")
 export GRANIKV_PLUGIN PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from granikv.engines import checkpoint as checkpoint_module
 from granikv.engines import export, graph, io, sharding
 from granikv.engines.builders import (
     BuildRequest,
@@ -30,9 +31,12 @@ from granikv.engines.manifest import FILE_NAME, FileEntry, Manifest, RankFiles, 
 from granikv.engines.records import RankRecord, file_hash, key_of, sole_writer
 from granikv.engines.sharding import Shard
 from granikv.errors import InvalidArgument, Unavailable, Unsupported
+from granikv.models import gguf_loader, layers
 from granikv.outputs import write_atomically
 
 DEFAULT_MAX_SEQ_LEN = 8192  # the model's context if that is shorter
+# What decides the bytes of a rank's weights: GGUF blocks and the tables of rope are computed.
+WEIGHT_SOURCES = (export, graph, sharding, checkpoint_module, gguf_loader, layers)
 
 # what: of which rank; total: bytes, None where it is not known. Yields a function to advance by.
 Progress = Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[int], None]]]
@@ -240,9 +244,9 @@ def require_space(folder: Path, size_bytes: int) -> None:
 
 
 def _source_hash() -> str:
-    """Of the modules that decide what a graph looks like."""
+    """Of the modules that decide what a graph and its weights hold."""
     digest = hashlib.sha256(plugin_abi_hash().encode())
-    for module in (export, graph, io, sharding):
+    for module in (*WEIGHT_SOURCES, io):
         digest.update(Path(str(module.__file__)).read_bytes())
     return digest.hexdigest()
 

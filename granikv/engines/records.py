@@ -53,18 +53,19 @@ class RankRecord:
         self.folder = folder
         self.path = folder / f"rank{rank}.json"
         try:
-            self._stages = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            self._stages = {}
+            stages = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            stages = None
+        self._stages: dict = stages if isinstance(stages, dict) else {}
 
     def finished(self, stage: str, key: str) -> list[FileEntry] | None:
         """The files, if they were made from the same inputs and are whole."""
         try:
             entry = self._stages[stage]
             files = [FileEntry(**x) for x in entry["files"]]
-            if entry["key"] != key:
+            if entry["key"] != key or not isinstance(entry["notes"], dict):
                 return None
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, ValueError):
             return None
         for file in files:
             path = self.folder / file.name

@@ -16,8 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from granikv.config import ModelConfig
-from granikv.engines import export, sharding
-from granikv.engines.build import ExportSettings, Progress, no_progress, open_shards, require_space
+from granikv.engines import export
+from granikv.engines.build import (
+    WEIGHT_SOURCES,
+    ExportSettings,
+    Progress,
+    no_progress,
+    open_shards,
+    require_space,
+)
 from granikv.engines.checkpoint import Checkpoint
 from granikv.engines.graph import ELEMENT_BYTES, all_weights
 from granikv.engines.io import BuildLimits, plugin_abi_hash
@@ -188,6 +195,6 @@ def read_ours(ours: dict[str, Any]) -> tuple[ModelConfig, BuildLimits]:
 def _source_hash() -> str:
     """Of the modules that decide what a rank's file holds."""
     digest = hashlib.sha256()
-    for file in (__file__, export.__file__, sharding.__file__):
-        digest.update(Path(file).read_bytes())
+    for file in (__file__, *(module.__file__ for module in WEIGHT_SOURCES)):
+        digest.update(Path(str(file)).read_bytes())
     return digest.hexdigest()

@@ -9,6 +9,7 @@ library that it loaded.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,13 @@ from granikv.engines.manifest import FILE_NAME, FileEntry, Manifest, RankFiles, 
 from granikv.engines.records import file_hash
 from granikv.engines.sharding import Shard
 from granikv.engines.trtllm_checkpoint import ARCHITECTURE, CONFIG_NAME, OUR_KEY, read_ours
-from granikv.errors import EngineMismatch, GraniKVError, ModelFileError, Unavailable
+from granikv.errors import (
+    EngineMismatch,
+    GraniKVError,
+    InvalidArgument,
+    ModelFileError,
+    Unavailable,
+)
 from granikv.outputs import write_atomically
 
 
@@ -29,7 +36,14 @@ def write_manifest(
     checkpoint: Path, engines: Path, plugin: Path, tensorrt_version: str, compute_capability: str
 ) -> Manifest:
     """Raises ModelFileError for a missing file, EngineMismatch for engines of something else."""
+    if not re.fullmatch(r"[1-9]\d*\.\d", compute_capability):
+        raise InvalidArgument("compute_capability", compute_capability, "one like 9.0")
     config = _read(checkpoint / CONFIG_NAME)
+    if OUR_KEY not in config:
+        raise EngineMismatch(
+            f"{checkpoint / CONFIG_NAME}: {OUR_KEY}: expected a checkpoint of "
+            "build_scripts/convert_checkpoint.py, got none of its settings"
+        )
     model, limits = read_ours(config[OUR_KEY])
     built = _read(engines / CONFIG_NAME)
     found = built.get("pretrained_config", {}).get(OUR_KEY)
@@ -82,6 +96,8 @@ def _entry(engines: Path, rank: int) -> FileEntry:
 
 
 def main(arguments: list[str]) -> None:
+    if not 3 <= len(arguments) <= 4:
+        sys.exit(f"trtllm_manifest: expected 3 or 4 arguments, got {len(arguments)}\n{__doc__}")
     checkpoint, engines, plugin, *given = arguments
     try:
         if not given and not torch.cuda.is_available():

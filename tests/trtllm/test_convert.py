@@ -246,6 +246,8 @@ def test_a_failed_build_ends_the_script(tmp_path, shell):
         (["model", "out", "1"], {"PATH": "/usr/bin:/bin"},
          "trtllm-build: expected TensorRT-LLM 1.2.x on PATH.*granikv build"),
         (["model", "out", "1"], {"GRANIKV_PLUGIN": "none.so"}, "GRANIKV_PLUGIN.*none.so"),
+        (["model", "out", "1"], {"COMPUTE_CAPABILITY": "90"},
+         "COMPUTE_CAPABILITY: expected one like 9.0, got '90'"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_before_anything_is_made(tmp_path, shell, arguments, changes, match):
@@ -260,6 +262,8 @@ def test_what_is_wrong_is_said_before_anything_is_made(tmp_path, shell, argument
 def test_a_manifest_is_not_written_for_other_engines(tmp_path):
     path = make_tiny_hf(tmp_path / "model")
     config = convert(settings(path, tmp_path / "out", 2))
+    with pytest.raises(InvalidArgument, match="compute_capability.*like 9.0.*got '90'"):
+        write_manifest(tmp_path / "out", tmp_path, tmp_path / "plugin.so", "10.14.1", "90")
     engines = tmp_path / "engines"
     engines.mkdir()
     arguments = (tmp_path / "out", engines, tmp_path / "plugin.so", "10.14.1", "9.0")
@@ -275,5 +279,8 @@ def test_a_manifest_is_not_written_for_other_engines(tmp_path):
         write_manifest(*arguments)
     (engines / "rank1.engine").write_bytes(b"x")
     with pytest.raises(ModelFileError, match="plugin.so: expected the plugin library"):
+        write_manifest(*arguments)
+    (tmp_path / "out" / "config.json").write_text("{}")
+    with pytest.raises(EngineMismatch, match="granikv: expected.*convert_checkpoint.py, got none"):
         write_manifest(*arguments)
     assert not (engines / "manifest.json").exists()
