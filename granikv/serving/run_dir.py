@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TextIO
 
 from granikv import env
-from granikv.errors import InvalidArgument
+from granikv.errors import GraniKVError, InvalidArgument
 from granikv.serving import env_folder
 
 FOLDER_PREFIX = "granikv_"  # of temporary folders
@@ -96,12 +96,14 @@ class RunDir:
         except (OSError, ValueError):
             return None
 
-    def failure(self) -> str:
-        """Why the model could not be loaded, as the stub said; "" when it said nothing."""
+    def failure(self) -> tuple[str, str]:
+        """Why the model could not be loaded, as the stub said, and the code of that error; "" and ""
+        when it said nothing."""
         try:
-            return (self.path / FAILURE).read_text().strip()
+            code, _, reason = (self.path / FAILURE).read_text().partition("\n")
         except OSError:
-            return ""
+            return "", ""
+        return reason.strip(), code
 
     def clean(self) -> None:
         """Removes what a server's processes left."""
@@ -301,5 +303,6 @@ def failure_for_launcher() -> Iterator[None]:
         with contextlib.suppress(OSError):
             folder = env.read("GRANIKV_RUN_DIR")
             if folder is not None:
-                (folder / FAILURE).write_text(f"{error}\n")
+                code = getattr(error, "code", GraniKVError.code)
+                (folder / FAILURE).write_text(f"{code}\n{error}\n")
         raise

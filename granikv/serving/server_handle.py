@@ -173,14 +173,17 @@ class ServerHandle:
         raise Unavailable(f"no answer of the server within {self.start_timeout_s} s{self._why()}")
 
     def _check_process(self) -> None:
-        """Raises Unavailable when the server ended, InvalidArgument when that was for a port:
-        another server took it while ours loaded its model."""
+        """Raises Unavailable when the server ended, ModelFileError when that was for a value in
+        config.pbtxt, InvalidArgument for a port: another server took it while ours loaded."""
         assert self.process is not None
         code = self.process.poll()
         if code is None:
             return
-        if not self.run_dir.failure():
+        reason, error_code = self.run_dir.failure()
+        if not reason:
             check_ports(self.address)
+        if error_code == InvalidArgument.code:
+            raise ModelFileError(f"{self.model_repository / MODEL / 'config.pbtxt'}{self._why()}")
         raise Unavailable(f"tritonserver ended with code {code} while starting{self._why()}")
 
     def _has_ports(self) -> bool:
@@ -198,7 +201,7 @@ class ServerHandle:
 
     def _why(self) -> str:
         """The stub's reason, or the log's last errors, and where the log is."""
-        reason = self.run_dir.failure()
+        reason, _ = self.run_dir.failure()
         if self.log_path is None:
             return f": {reason}" if reason else ""
         reason = reason or last_errors(self.log_path, self.log_start)

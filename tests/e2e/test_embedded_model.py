@@ -50,8 +50,10 @@ def prompts():
     return [encode(text).tolist() for text in texts]
 
 
-@pytest.mark.parametrize("layout", ["asymmetric", "uniform"])
-@pytest.mark.parametrize("async_depth", [0, 1])
+# small models take all four pairs: test_engine_against_transformers.py, test_reused_kv.py
+@pytest.mark.parametrize(
+    "layout,async_depth", [("asymmetric", 0), ("asymmetric", 1), ("uniform", 1)]
+)
 def test_logits_and_tokens_equal_transformers(reference, prompts, layout, async_depth):
     engine = Engine(
         EngineConfig(

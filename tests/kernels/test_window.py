@@ -42,8 +42,9 @@ def test_extends_see_the_last_keys(window, dtype):
     Step(rows, dtype=dtype, window=window).check()
 
 
-@pytest.mark.parametrize("heads", [(9, 3), (5, 1), (3, 3), (16, 1)])
-@pytest.mark.parametrize("dim", [64, 96])
+@pytest.mark.parametrize(
+    "heads,dim", [((9, 3), 64), ((9, 3), 96), ((5, 1), 64), ((3, 3), 64), ((16, 1), 64)]
+)
 def test_group_and_head_sizes(heads, dim):
     rows = [Row([EVERYONE], 37, num_new=30), Row([EVERYONE, TOOLS], 5, num_new=3)]
     Step(rows, heads=heads, dim=dim, window=45).check()
