@@ -8,6 +8,7 @@ library that it loaded.
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
@@ -106,7 +107,10 @@ def main(arguments: list[str]) -> None:
                 "argument, got neither"
             )
         capability = given[0] if given else "{}.{}".format(*torch.cuda.get_device_capability())
-        version = __import__(MODULES["tensorrt"]).__version__
+        try:
+            version = importlib.import_module(MODULES["tensorrt"]).__version__
+        except ImportError as error:
+            raise Unavailable(f"tensorrt: expected what built the engines ({error})") from None
         write_manifest(Path(checkpoint), Path(engines), Path(plugin), version, capability)
     except GraniKVError as error:
         sys.exit(f"trtllm_manifest: {error}")

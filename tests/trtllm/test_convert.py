@@ -17,7 +17,7 @@ from helpers import make_tiny_hf
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from granikv.engines import trtllm_checkpoint
+from granikv.engines import trtllm_checkpoint, trtllm_manifest
 from granikv.engines.build import ExportSettings
 from granikv.engines.checkpoint import open_checkpoint
 from granikv.engines.export import export_rank
@@ -284,3 +284,19 @@ def test_a_manifest_is_not_written_for_other_engines(tmp_path):
     with pytest.raises(EngineMismatch, match="granikv: expected.*convert_checkpoint.py, got none"):
         write_manifest(*arguments)
     assert not (engines / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["a", "b"], "expected 3 or 4 arguments, got 2"),
+        (["a", "b", "c"], "compute capability: expected a GPU"),
+        (["a", "b", "c", "9.0"], "tensorrt: expected what built the engines"),
+    ],
+)
+def test_a_manifest_that_cannot_be_written_is_one_line(arguments, words, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    monkeypatch.setattr(trtllm_manifest.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        trtllm_manifest.main(arguments)
+    assert words in str(ended.value)
