@@ -44,6 +44,14 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= INT32_MAX:
                 raise InvalidArgument(name, value, f"an integer from 1 to {INT32_MAX}")
+        for name in ("rms_norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (is_number and 0 < value < math.inf):
+                raise InvalidArgument(name, value, "a number above 0")
+        for token in self.eos_token_ids:
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise InvalidArgument("eos_token_ids", token, "integers")
         if self.num_qo_heads % self.num_kv_heads:
             raise InvalidArgument(
                 "num_qo_heads", self.num_qo_heads, f"a multiple of num_kv_heads={self.num_kv_heads}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import struct
 from collections.abc import Iterator
 from io import RawIOBase
@@ -88,7 +89,7 @@ class HFCheckpoint:
             header = json.loads(raw)
             header.pop("__metadata__", None)
             for name, entry in header.items():
-                first, last = entry["data_offsets"]
+                first, last = map(operator.index, entry["data_offsets"])
                 dtype = self._dtypes.get(entry["dtype"])
                 shape = tuple(entry["shape"])
                 if dtype is None:
@@ -101,7 +102,7 @@ class HFCheckpoint:
                 if first < 0 or 8 + length + last > stat.st_size:
                     raise ModelFileError(f"{truncated}: {name} lies outside of the data")
                 self._entries[name] = (path, dtype, shape, 8 + length + first)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelFileError(f"{truncated}: {error}") from error
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:

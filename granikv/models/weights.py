@@ -16,11 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from granikv.config import ModelConfig
-from granikv.errors import InvalidArgument, ModelFileError, Unsupported
+from granikv.errors import InvalidArgument, ModelFileError, Unsupported, shown
 from granikv.models.fp8 import Weight, join_rows, quantizing
 from granikv.models.fp8_checkpoint import check_fp8_names, holds_fp8, read_fp8_weight
 from granikv.models.kv_scales import read_kv_scales
-from granikv.models.layers import rope_type
+from granikv.models.layers import rope_inv_freq, rope_type
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # What transformers takes where config.json is silent
@@ -116,7 +116,7 @@ def _read_json(path: Path) -> dict:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelFileError(f"{path}: expected a readable JSON file: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path}: expected valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelFileError(f"{path}: expected a JSON object, got {type(content).__name__}")
@@ -171,39 +171,50 @@ def read_hf_config(folder: Path) -> ModelConfig:
     """ModelConfig of a Hugging Face folder. Raises ModelFileError or Unsupported."""
     path = folder / "config.json"
     raw = _read_json(path)
-    architecture = check_architecture((raw.get("architectures") or [None])[0], path)
-    _refuse_unserved(raw, architecture, path)
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling")
     eos = raw.get("eos_token_id")
     generation = folder / "generation_config.json"
     if generation.exists():
         eos = _read_json(generation).get("eos_token_id", eos)
     try:
-        heads = raw["num_attention_heads"]
-        config = ModelConfig(
-            architecture=architecture,
-            num_layers=raw["num_hidden_layers"],
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
-            num_qo_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            vocab_size=raw["vocab_size"],
-            max_position=raw["max_position_embeddings"],
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope_theta=float((rope or {}).get("rope_theta") or raw.get("rope_theta") or 10000.0),
-            rope_scaling=rope if rope_type(rope) != "default" else None,
-            tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            attention_bias=architecture == "Qwen2ForCausalLM",
-            qk_norm=architecture == "Qwen3ForCausalLM",
-            bos_token_id=raw.get("bos_token_id"),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,)),
-            sliding_window=_window_of(raw, architecture, path),
-        )  # fmt: skip
+        return _parse_config(raw, eos, path)
     except KeyError as error:
         raise ModelFileError(f"{path}: expected the key {error}, which is missing") from error
-    except (TypeError, ZeroDivisionError, InvalidArgument) as error:
+    except (ModelFileError, Unsupported):
+        raise
+    except (TypeError, ValueError, AttributeError, ArithmeticError, InvalidArgument) as error:
         raise ModelFileError(f"{path}: expected a decoder's configuration: {error}") from error
+
+
+def _parse_config(raw: dict, eos: Any, path: Path) -> ModelConfig:
+    """eos: a token id, a list of them, or None. A value of another type raises what it raises."""
+    names = raw.get("architectures") or [None]
+    architecture = check_architecture(names[0] if isinstance(names, list) else names, path)
+    _refuse_unserved(raw, architecture, path)
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling")
+    heads = raw["num_attention_heads"]
+    config = ModelConfig(
+        architecture=architecture,
+        num_layers=raw["num_hidden_layers"],
+        hidden_size=raw["hidden_size"],
+        intermediate_size=raw["intermediate_size"],
+        num_qo_heads=heads,
+        num_kv_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        vocab_size=raw["vocab_size"],
+        max_position=raw["max_position_embeddings"],
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope_theta=float((rope or {}).get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        rope_scaling=rope if rope_type(rope) != "default" else None,
+        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        attention_bias=architecture == "Qwen2ForCausalLM",
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        bos_token_id=raw.get("bos_token_id"),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,)),
+        sliding_window=_window_of(raw, architecture, path),
+    )
+    some = rope_inv_freq(min(config.head_dim, 128), config.rope_theta, config.rope_scaling)
+    if not some.isfinite().all():
+        raise InvalidArgument("rope_parameters", rope, "factors that scale by a finite number")
     return config
 
 
@@ -211,8 +222,14 @@ def shard_paths(folder: Path) -> list[Path]:
     """The *.safetensors files, those of the index if there is one. Raises ModelFileError."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
-        paths = [folder / name for name in names]
+        shards = _read_json(index).get("weight_map", {})
+        names: list[Any] = list(shards.values()) if isinstance(shards, dict) else [None]
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name:
+                raise ModelFileError(
+                    f"{index}: weight_map: expected names of files beside it, got {shown(name)}"
+                )
+        paths = [folder / name for name in sorted(set(names))]
     else:
         paths = sorted(folder.glob("*.safetensors"))
     if not paths:
