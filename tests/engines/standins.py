@@ -20,7 +20,8 @@ from onnx.reference.op_run import OpRun
 from onnxruntime_extensions import PyCustomOpDef, get_library_path, onnx_op
 
 from granikv.attention.reference import attention_step
-from granikv.core import StepPlan
+from granikv.attention.variants import LAYOUTS
+from granikv.core import Count, SpanKind, StepPlan
 from granikv.engines.graph import PLUGIN_DOMAIN
 from granikv.engines.io import (
     ALL_REDUCE_ATTRIBUTES,
@@ -72,6 +73,13 @@ def attention(arrays, layer, num_qo_heads, num_kv_heads, head_dim, max_partials,
     assert len(dims) == 6 and dims[0] == 0
     has_decode = plan.counts[1] > 0 or total > rows
     assert dims[4] == has_decode and len(inputs["hot_items"]) >= plan.counts[3]
+    hot = plan.hot_items[: plan.counts[Count.NUM_HOT_ITEMS]]
+    cold = plan.cold_items[: plan.counts[Count.NUM_COLD_ITEMS]]
+    assert len(cold) == plan.counts[Count.NUM_COLD_ITEMS]  # the grid covers them
+    assert dims[3] == (SpanKind.RUN in cold[:, 1])
+    stacked = hot[:, 1].max(initial=1) * (num_qo_heads // num_kv_heads)
+    block_m = list(LAYOUTS.values())[dims[1]].hot.block_m
+    assert (dims[2] - 1) * block_m < stacked <= dims[2] * block_m
     qkv = torch.from_numpy(inputs["qkv"]).view(total, -1, head_dim)[:rows]
     qk, v = qkv.split([num_qo_heads + num_kv_heads, num_kv_heads], dim=1)
     cos, sin = (torch.tensor(inputs[f"rope_{x}"][plan.row_position[:rows]]) for x in ("cos", "sin"))
