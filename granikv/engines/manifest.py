@@ -87,11 +87,11 @@ class Manifest:
         that tp_size does not divide. kind: the file that the runtime needs of each rank.
         """
         where = folder / FILE_NAME
-        rebuild = f"build again with `granikv build --out {folder}`"
+        rebuild = self._rebuild(folder)
         if self.tp_size != tp_size:
             raise EngineMismatch(
                 f"{where}: tp: expected {tp_size}, got engines for {self.tp_size}; start with "
-                f"tp={self.tp_size}, or {rebuild} --tp {tp_size}"
+                f"tp={self.tp_size}, or {self._rebuild(folder, tp_size)}"
             )
         for rank in range(tp_size):
             Shard(self.model, tp_size, rank)
@@ -109,7 +109,7 @@ class Manifest:
             raise EngineMismatch(
                 f"{where}: plugin library: expected engines built with the given one, sha256 "
                 f"{library}, got engines of {self.plugin_sha256 or 'none'}; give the library that "
-                f"they were built with, or {rebuild} --plugin LIBRARY"
+                f"they were built with, or {self._rebuild(folder, library='LIBRARY')}"
             )
         version = facts.tensorrt_version
         if version is not None and self.tensorrt_version != version:
@@ -135,6 +135,14 @@ class Manifest:
         for rank in range(tp_size):
             self.file(folder, rank, kind)
 
+    def _rebuild(self, folder: Path, tp_size: int | None = None, library: str = "") -> str:
+        """The command that makes other engines, by the route that made these."""
+        if self.builder == "trtllm-build":
+            script = f"build_scripts/build_engines.sh CHECKPOINT OUT {tp_size or self.tp_size}"
+            return f"build again with `{library and f'GRANIKV_PLUGIN={library} '}{script}`"
+        options = f" --tp {tp_size}" if tp_size else library and f" --plugin {library}"
+        return f"build again with `granikv build --out {folder}{options}`"
+
     def package_io(self) -> dict[str, Any]:
         """EngineIO.describe() with the buffers that the executor makes for these engines."""
         return engine_io(Shard(self.model, self.tp_size, 0), self.limits, self.dtype).describe()
@@ -143,10 +151,13 @@ class Manifest:
         """Path of a rank's file, "engine", "graph" or "weights". Raises EngineMismatch."""
         entry = getattr(self.ranks[rank], kind)
         remedy = f"run `granikv build` for {folder} again, it makes what is missing"
+        if self.builder == "trtllm-build":
+            remedy = self._rebuild(folder)
         if entry is None:
             raise EngineMismatch(
                 f"{folder}: rank {rank}: expected an {kind}, got a build with --builder "
-                f"{self.builder}; {remedy} with --builder tensorrt"
+                f"{self.builder}; {remedy}"
+                + (" with --builder tensorrt" if self.builder == "none" else "")
             )
         path = folder / entry.name
         size = path.stat().st_size if path.is_file() else None

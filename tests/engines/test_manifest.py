@@ -9,7 +9,7 @@ import pytest
 from helpers import make_tiny_hf
 
 from granikv.engines.build import BuildSettings, build
-from granikv.engines.manifest import FileEntry, RuntimeFacts, load_manifest
+from granikv.engines.manifest import FileEntry, RankFiles, RuntimeFacts, load_manifest
 from granikv.errors import EngineMismatch, InvalidArgument, ModelFileError, Unsupported
 
 
@@ -65,6 +65,23 @@ def test_another_runtime_is_refused(built, changes, parts):
         manifest.check(out, 2, facts(manifest, **changes))
     text = str(caught.value)
     assert all(part in text for part in parts) and "granikv build" in text
+
+
+def test_the_remedy_is_the_route_that_made_the_engines(built):
+    out, manifest = built
+    made = dataclasses.replace(manifest, builder="trtllm-build")
+    for tp_size, changes, wanted in (
+        (4, {}, "`build_scripts/build_engines.sh CHECKPOINT OUT 4`"),
+        (2, {"plugin_sha256": "fe" * 32}, "`GRANIKV_PLUGIN=LIBRARY build_scripts/build_engines"),
+        (2, {"tensorrt_version": "10.13.0.35"}, "`build_scripts/build_engines.sh CHECKPOINT OUT 2"),
+        (2, {"compute_capability": "8.0"}, "`build_scripts/build_engines.sh CHECKPOINT OUT 2"),
+    ):
+        with pytest.raises(EngineMismatch) as caught:
+            made.check(out, tp_size, facts(manifest, **changes))
+        assert wanted in str(caught.value) and "granikv build" not in str(caught.value)
+    lost = dataclasses.replace(made, ranks=(made.ranks[0], RankFiles()))
+    with pytest.raises(EngineMismatch, match="rank 1: expected an engine.*build_engines.sh"):
+        lost.check(out, 2, facts(manifest))
 
 
 def test_engines_that_name_no_library_are_refused_where_there_is_one(built):
