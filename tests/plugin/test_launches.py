@@ -264,10 +264,11 @@ def test_many_cold_blocks_beside_hot_take_the_gluon_kernel(
     host, library, fake_cuda, tmp_path, monkeypatch
 ):
     """From gluon_blocks_per_sm on, as GpuAttention does."""
-    step = step_of([Row([EVERYONE], 9 + i) for i in range(8)], "large", heads=GLUON)
+    step = step_of([Row([EVERYONE], 9 + i) for i in range(9)], "large", heads=GLUON)
     blocks_per_sm = LAYOUTS["large"].gluon_blocks_per_sm
     assert blocks_per_sm is not None
     blocks = prepared(step, False, 90).cold_grid * 2
+    assert blocks % blocks_per_sm == 0  # the limit itself is reached
     most = int(blocks // blocks_per_sm)  # SMs that have enough blocks each
     for num_sms, kernel in ((most, "cold_gluon_kernel"), (most + 1, "cold_kernel")):
         folder = tmp_path / str(num_sms)

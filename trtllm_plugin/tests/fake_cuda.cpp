@@ -29,6 +29,7 @@ struct Function {
     std::string name;
     std::vector<size_t> sizes;
     int shared = 48 * 1024;
+    bool loaded = false;  // a launch inside a capture cannot load it
 };
 
 int next_handle = 1;
@@ -124,6 +125,10 @@ EXPORT CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, char 
     *function = reinterpret_cast<CUfunction>(new Function{hash, name, *sizesOf(hash)});
     return CUDA_SUCCESS;
 }
+EXPORT CUresult cuFuncLoad(CUfunction function) {
+    reinterpret_cast<Function*>(function)->loaded = true;
+    return CUDA_SUCCESS;
+}
 EXPORT CUresult cuFuncGetParamInfo(CUfunction function, size_t index, size_t* offset,
                                    size_t* size) {
     auto const& sizes = reinterpret_cast<Function*>(function)->sizes;
@@ -143,6 +148,7 @@ EXPORT CUresult cuLaunchKernelEx(CUlaunchConfig const* config, CUfunction handle
     auto const& function = *reinterpret_cast<Function*>(handle);
     if (!config->gridDimX || !config->gridDimY || int(config->sharedMemBytes) > function.shared)
         return CUDA_ERROR_INVALID_VALUE;
+    if (!function.loaded) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     if (function.name == setting("FAKE_CUDA_REFUSE", "")) return CUDA_ERROR_LAUNCH_FAILED;
     std::ostringstream line;
     line << "launch " << function.hash << ' ' << function.name << ' ' << config->gridDimX << ' '

@@ -7,6 +7,8 @@
 //     workspace_offset N               bytes by which the workspace is out of alignment;
 //     qkv_offset N   out_offset N      likewise an input and the output
 //     bind 0|1                         0: the arenas are not bound before the step
+//     bound_num_qo_heads N   bound_num_kv_heads N   bound_head_dim N
+//                                      heads of the arenas, if they are not the step's
 //     time N                           measure N enqueues afterwards (output: enqueue_us, median
 //                                      and 90th percentile)
 //     tensor INDEX RANK D0 D1 ... FILE|-
@@ -255,6 +257,10 @@ private:
     void bind() {
         using Bind = int32_t (*)(int32_t, int32_t, int32_t, int64_t const*, int64_t, int32_t,
                                  int32_t, int32_t, char const*);
+        auto const bound = [&](std::string const& name) {
+            auto const found = numbers_.find("bound_" + name);
+            return int32_t(found == numbers_.end() ? numbers_[name] : found->second);
+        };
         int64_t const layers = numbers_["num_layers"];
         int64_t const layer_bytes = int64_t(arena_bytes_) / layers;
         std::vector<int64_t> addresses;
@@ -264,9 +270,8 @@ private:
         }
         require(library_.function<Bind>("granikvBindArenas")(
                     int32_t(numbers_["binding"]), 0, int32_t(layers), addresses.data(),
-                    numbers_["capacity"], int32_t(numbers_["num_qo_heads"]),
-                    int32_t(numbers_["num_kv_heads"]), int32_t(numbers_["head_dim"]),
-                    element_.c_str()) == 0,
+                    numbers_["capacity"], bound("num_qo_heads"), bound("num_kv_heads"),
+                    bound("head_dim"), element_.c_str()) == 0,
                 "granikvBindArenas");
     }
 
