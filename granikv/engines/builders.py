@@ -23,7 +23,8 @@ from granikv.errors import EngineMismatch, InvalidArgument, Unavailable
 from granikv.processes import start_owned
 
 BUILDERS = ("auto", "tensorrt", "rtx", "none")
-RTX_COMPUTE_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
+# TensorRT for RTX builds for 7.5 too, which no kernel of the plugin runs on
+RTX_COMPUTE_CAPABILITIES = ("8.0", "8.6", "8.9", "12.0", "12.1")
 TRT_TYPES = {"int32": "INT32", "float32": "FLOAT"}  # of DataType, by the table's names
 RTX_LIBRARY = "libtensorrt_rtx.so"  # its parser opens it by this name, without a version
 

@@ -29,6 +29,7 @@ from granikv.engines.manifest import engine_io, load_manifest
 from granikv.engines.records import RankRecord
 from granikv.engines.sharding import Shard
 from granikv.errors import EngineMismatch, Unavailable
+from trtllm_plugin.table import ARCHITECTURES
 
 CAPABILITIES = ("8.0", "8.6", "8.9", "12.0")
 SHAPE = find_shape("llama-3.1-8b")
@@ -109,8 +110,11 @@ def test_two_layers_of_the_8b_shape(real_shaped, library, tmp_path, tp_size):
 
 def test_heads_that_the_library_lacks_are_named_with_those_it_has(small, library, tmp_path):
     match = "no engine: .*heads: expected one of .*32 query and 8 KV.*got 4 query and 1 KV heads"
-    with pytest.raises(Unavailable, match=match):
+    with pytest.raises(Unavailable, match=match) as caught:
         build(settings(small, tmp_path, library, 8))
+    assert "build_plugin.py --arch 80,90,120 --models all" in str(
+        caught.value
+    )  # as it may be typed
     assert not (tmp_path / "rank0.engine").exists() and not (tmp_path / "manifest.json").exists()
 
 
@@ -131,6 +135,9 @@ def test_another_network_than_the_tables_is_refused(small, library, tmp_path):
 
 def test_the_capabilities_are_ones_that_rtx_builds_for():
     assert set(CAPABILITIES) < set(RTX_COMPUTE_CAPABILITIES)
+    cubins = {"8" if arch == 80 else f"{arch / 10}" for arch in ARCHITECTURES}  # 80 serves 8.x
+    for capability in RTX_COMPUTE_CAPABILITIES:  # others would build, and find no kernel later
+        assert capability.startswith(tuple(cubins)), capability
 
 
 def test_the_bench_compares_with_tensorrts_own_time(small, library, tmp_path):

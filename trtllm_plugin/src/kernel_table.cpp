@@ -55,6 +55,14 @@ std::string builtCapabilities() {
     return text;
 }
 
+std::string builtArchitectures() {  // as --arch takes them
+    std::set<int32_t> found;
+    for (auto const& program : generated::kPrograms) found.insert(program.capability);
+    std::string text;
+    for (int32_t capability : found) text += (text.empty() ? "" : ",") + std::to_string(capability);
+    return text;
+}
+
 std::string builtHeads() {
     std::set<std::string> found;
     for (auto const& p : generated::kPrograms)
@@ -175,7 +183,7 @@ bool isBuilt(Heads const& heads, std::string& error) {
     for (Program const& program : generated::kPrograms)
         if (sameHeads(program, heads)) return true;
     error = "heads: expected one of [" + builtHeads() + "] (as built), got " + describe(heads) +
-            "; add them to trtllm_plugin/table.py and " + rebuildHint("all architectures you need");
+            "; add them to trtllm_plugin/table.py and " + rebuildHint(builtArchitectures());
     return false;
 }
 
