@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,13 @@ import torch
 
 TINY_VOCAB = 97
 COLLECTIONS = (dict, list, set, deque)
+
+
+def missing_triton() -> str:
+    """Why no Triton server can be started here, and what to do; "" where one can."""
+    if shutil.which("tritonserver") or importlib.util.find_spec("pytriton") is not None:
+        return ""
+    return "no Triton server: neither on PATH nor in the nvidia-pytriton wheel; `make setup` installs it"
 
 
 def make_tiny_hf(path: str | Path, arch: str = "LlamaForCausalLM", seed: int = 0, **overrides) -> Path:  # fmt: skip

@@ -138,9 +138,11 @@ class Manifest:
     def _rebuild(self, folder: Path, tp_size: int | None = None, library: str = "") -> str:
         """The command that makes other engines, by the route that made these."""
         if self.builder == "trtllm-build":
+            variable = f"GRANIKV_PLUGIN={library} " if library else ""
             script = f"build_scripts/build_engines.sh CHECKPOINT OUT {tp_size or self.tp_size}"
-            return f"build again with `{library and f'GRANIKV_PLUGIN={library} '}{script}`"
-        options = f" --tp {tp_size}" if tp_size else library and f" --plugin {library}"
+            return f"build again with `{variable}{script}`"
+        options = f" --tp {tp_size}" if tp_size else ""
+        options += f" --plugin {library}" if library else ""
         return f"build again with `granikv build --out {folder}{options}`"
 
     def package_io(self) -> dict[str, Any]:

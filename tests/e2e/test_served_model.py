@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
 from grpc_stream import Stream
+from helpers import missing_triton
 from http_text import post, wait_until
 
 from granikv.chat import Chat, local_answer
@@ -28,8 +27,8 @@ HANDBOOK = "You belong to a team of agents that answer briefly and in plain word
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    if not shutil.which("tritonserver") and importlib.util.find_spec("pytriton") is None:
-        pytest.skip("no Triton server: neither on PATH nor in the nvidia-pytriton wheel")
+    if reason := missing_triton():
+        pytest.skip(reason)
     from granikv.serving.launcher import running_server
 
     log = tmp_path_factory.mktemp("triton") / "server.log"

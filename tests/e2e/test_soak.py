@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import make_tiny_hf
+from helpers import TINY_VOCAB, make_tiny_hf
 from tiny_engine import add, check_clean, tokens
 
 from granikv.config import EngineConfig
@@ -38,7 +38,7 @@ WAYS = [
     {"temperature": 1.1, "top_p": 0.8, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
     {"temperature": 0.7, "min_p": 0.05, "bad_words_ids": ((5, 9),)},
 ]
-BAD = [{"temperature": math.inf}, {"top_p": 0.0}, {"max_tokens": 0}]
+BAD_PROMPTS = [[], [TINY_VOCAB], tokens(93, 400)]  # none, an unknown id, above max_seq_len
 
 
 def make_soaked(folder: Path) -> Engine:
@@ -89,9 +89,9 @@ class Soak:
             self.canaries[name] = []
             add(self.engine, name, CANARY, CANARY_TOKENS)
         if step % CHECK_EVERY == 0:
+            bad = BAD_PROMPTS[step // CHECK_EVERY % len(BAD_PROMPTS)]
             with pytest.raises(InvalidArgument):
-                bad = BAD[step // CHECK_EVERY % len(BAD)]
-                self.engine.add_request("bad", CANARY, SamplingParams(**bad))
+                self.engine.add_request("bad", bad, SamplingParams())
 
     def step(self) -> None:
         for out in self.engine.step():

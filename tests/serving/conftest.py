@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import missing_triton
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE_ENV = {
     "GRANIKV_ENGINE_CLASS": "tests.serving.fake_engine:FakeEngine",
     "PYTHONPATH": str(ROOT),
 }
-
-
-needs_triton = pytest.mark.skipif(
-    not shutil.which("tritonserver") and importlib.util.find_spec("pytriton") is None,
-    reason="no Triton server: neither on PATH nor in the nvidia-pytriton wheel",
-)
+needs_triton = pytest.mark.skipif(bool(missing_triton()), reason=missing_triton())
 
 
 def start_server(log_path: Path, **arguments):
@@ -33,7 +28,7 @@ def start_server(log_path: Path, **arguments):
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
-    if not shutil.which("tritonserver") and importlib.util.find_spec("pytriton") is None:
-        pytest.skip("no Triton server: neither on PATH nor in the nvidia-pytriton wheel")
+    if reason := missing_triton():
+        pytest.skip(reason)
     with start_server(tmp_path_factory.mktemp("triton") / "server.log") as handle:
         yield handle

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,14 +15,11 @@ import pytest
 from granikv.errors import InvalidArgument
 from granikv.serving.launcher import ServerHandle, free_ports
 from granikv.serving.tritonserver import ServerAddress
-from tests.serving.conftest import FAKE_ENV, ROOT, start_server
+from tests.serving.conftest import FAKE_ENV, ROOT, needs_triton, start_server
 from tests.serving.grpc_stream import Answer, Stream, ask
 from tests.serving.http_text import read_text, wait_until
 
-pytestmark = pytest.mark.skipif(
-    not shutil.which("tritonserver") and importlib.util.find_spec("pytriton") is None,
-    reason="no Triton server: neither on PATH nor in the nvidia-pytriton wheel",
-)
+pytestmark = needs_triton
 QUICK = {"text_input": b"a b c", "max_tokens": 3, "exclude_input_in_output": True}
 
 

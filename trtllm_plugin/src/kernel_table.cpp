@@ -46,20 +46,23 @@ bool sameHeads(Program const& p, Heads const& heads) {
     return Heads{p.num_qo_heads, p.num_kv_heads, p.head_dim, p.element} == heads;
 }
 
-std::string builtCapabilities() {
+std::set<int32_t> builtArchitectures() {
     std::set<int32_t> found;
     for (auto const& program : generated::kPrograms) found.insert(program.capability);
+    return found;
+}
+
+std::string builtCapabilities() {
     std::string text;
-    for (int32_t capability : found)
-        text += (text.empty() ? "" : ", ") + capabilityName(capability);
+    for (int32_t arch : builtArchitectures())
+        text += (text.empty() ? "" : ", ") + capabilityName(arch);
     return text;
 }
 
-std::string builtArchitectures() {  // as --arch takes them
-    std::set<int32_t> found;
-    for (auto const& program : generated::kPrograms) found.insert(program.capability);
+std::string archOption() {  // those built, as --arch takes them
     std::string text;
-    for (int32_t capability : found) text += (text.empty() ? "" : ",") + std::to_string(capability);
+    for (int32_t arch : builtArchitectures())
+        text += (text.empty() ? "" : ",") + std::to_string(arch);
     return text;
 }
 
@@ -183,7 +186,7 @@ bool isBuilt(Heads const& heads, std::string& error) {
     for (Program const& program : generated::kPrograms)
         if (sameHeads(program, heads)) return true;
     error = "heads: expected one of [" + builtHeads() + "] (as built), got " + describe(heads) +
-            "; add them to trtllm_plugin/table.py and " + rebuildHint(builtArchitectures());
+            "; add them to trtllm_plugin/table.py and " + rebuildHint(archOption());
     return false;
 }
 
